@@ -1,0 +1,129 @@
+"""One step's work: ScheduledBatch says *what* (plain integers), ForwardBatch the same as tensors.
+
+A step computes, for each scheduled sequence, ``len(token_ids)`` new tokens starting at position ``start``. Whether they
+are a prompt, a chunk of one, one decoded token or drafts to verify makes no difference here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy all slots of block ``source`` to block ``target`` in every layer, before the forward."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrimSequence:
+    """Forget the KV of positions >= ``length``. A paged executor need not act: those slots are overwritten."""
+
+    seq_id: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSequence:
+    """The sequence is gone: drop everything kept for it."""
+
+    seq_id: int
+
+
+CacheOp = CopyBlock | TrimSequence | FreeSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    ``token_ids`` occupy positions ``start .. start + len(token_ids) - 1``; ``block_table`` covers them all.
+    ``num_logits`` is how many of the last positions need logits: 0 for a chunk that does not end its prompt, 1 to sample
+    a token, k + 1 to verify k drafts (the last k of ``token_ids``).
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    num_logits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What one step computes. ``cache_ops`` are executed, in order, before the forward."""
+
+    step_id: int
+    sequences: list[ScheduledSequence]
+    cache_ops: list[CacheOp] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def num_logits(self) -> int:
+        return sum(sequence.num_logits for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A ScheduledBatch as tensors on the model's device; built once a step, passed as an argument, never a global.
+
+    Shapes: T tokens, S sequences, B the longest block table, R rows of logits. Integers are int32 unless noted.
+    """
+
+    token_ids: torch.Tensor  # (T,) int64
+    positions: torch.Tensor  # (T,) int64
+    slots: torch.Tensor  # (T,) int64: block * block_size + offset, where each token's K and V are written
+    query_starts: torch.Tensor  # (S + 1,) prefix sums of the sequences' token counts
+    context_lengths: torch.Tensor  # (S,) tokens visible to the last query: start + len(token_ids)
+    block_tables: torch.Tensor  # (S, B) padded with 0
+    logits_indices: torch.Tensor  # (R,) int64: rows of the hidden states that need logits
+    # The same lengths as plain integers, so that nothing has to be read back from the device.
+    query_lengths: tuple[int, ...]
+    context_lengths_list: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @classmethod
+    def build(cls, batch: ScheduledBatch, block_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
+        """Turn lists into tensors: one pass over the sequences, one copy to the device per field."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        logits_indices: list[int] = []
+        widest = max((len(sequence.block_table) for sequence in batch.sequences), default=0)
+        tables: list[list[int]] = []
+        for sequence in batch.sequences:
+            end = sequence.start + len(sequence.token_ids)
+            table = sequence.block_table
+            token_ids += sequence.token_ids
+            positions += range(sequence.start, end)
+            slots += [table[p // block_size] * block_size + p % block_size for p in range(sequence.start, end)]
+            starts.append(len(token_ids))
+            logits_indices += range(len(token_ids) - sequence.num_logits, len(token_ids))
+            tables.append(table + [0] * (widest - len(table)))
+        contexts = tuple(sequence.start + len(sequence.token_ids) for sequence in batch.sequences)
+
+        def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        return cls(
+            token_ids=tensor(token_ids, torch.int64),
+            positions=tensor(positions, torch.int64),
+            slots=tensor(slots, torch.int64),
+            query_starts=tensor(starts, torch.int32),
+            context_lengths=tensor(contexts, torch.int32),
+            block_tables=tensor(tables, torch.int32).reshape(len(tables), widest),
+            logits_indices=tensor(logits_indices, torch.int64),
+            query_lengths=tuple(len(sequence.token_ids) for sequence in batch.sequences),
+            context_lengths_list=contexts,
+        )

@@ -1,0 +1,132 @@
+"""Running one batch: the protocol between the common engine loop and whatever computes the logits.
+
+A backend that can compute logits subclasses ForwardExecutor and writes one method, ``forward``. Submission and result
+are apart, so that GPU overlap, pipeline stages, remote ranks and on-device sampling are other implementations of the
+same two calls and not other loops.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from suimon.core_engine.batch import ScheduledBatch
+from suimon.core_engine.sampler import Sampler, SamplingRow, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorCapabilities:
+    """What the scheduler must respect.
+
+    ``num_blocks`` blocks of ``block_size`` slots hold KV. ``partial_trim`` says whether a sequence's tail can be
+    forgotten without recomputing all of it. ``adapters_per_batch`` bounds how many different adapters share a step.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    partial_trim: bool = True
+    adapters_per_batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What one step gave one sequence.
+
+    ``token_ids`` are the accepted drafts and the token sampled after them: 0 (a chunk) to k + 1 of them. ``logprobs``
+    runs parallel to ``token_ids`` when asked for. ``error`` fails this sequence alone. ``out_of_slots`` asks the
+    scheduler to preempt it and try again.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    out_of_slots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The results of one step, by seq_id; every scheduled sequence has an entry."""
+
+    step_id: int
+    sequences: Mapping[int, SequenceResult]
+
+
+class Pending(Protocol):
+    """A submitted step. ``result`` blocks until it is done; called exactly once, in submission order."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepExecutor(Protocol):
+    """What the engine loop calls. ``sampling`` holds one row per row of logits, in batch order."""
+
+    @property
+    def capabilities(self) -> ExecutorCapabilities: ...
+
+    def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A step whose result is already known."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+class ForwardExecutor(ABC):
+    """A StepExecutor from one method: ``forward(batch) -> logits`` of shape (batch.num_logits, vocab)."""
+
+    def __init__(self) -> None:
+        self.sampler = Sampler()
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> ExecutorCapabilities: ...
+
+    @abstractmethod
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Execute ``batch.cache_ops``, then the tokens; logits (batch.num_logits, vocab), any float dtype."""
+
+    def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
+        logits = self.forward(batch)
+        if not sampling:
+            return Completed(StepResult(batch.step_id, {s.seq_id: SequenceResult() for s in batch.sequences}))
+        sampled = self.sampler.sample(logits, sampling)
+        results: dict[int, SequenceResult] = {}
+        row = 0
+        for sequence in batch.sequences:
+            rows = range(row, row + sequence.num_logits)
+            row += sequence.num_logits
+            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_logits + 1 :]
+            accepted = _accept(drafts, [sampled.token_ids[r] for r in rows])
+            logprobs = [sampled.logprobs[r] for r in rows[: len(accepted)]]
+            kept = [entry for entry in logprobs if entry is not None]
+            results[sequence.seq_id] = SequenceResult(accepted, kept if kept else None)
+        return Completed(StepResult(batch.step_id, results))
+
+    def close(self) -> None:
+        """Release what the executor holds. The default holds nothing."""
+
+
+def _accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """The sampled tokens up to and including the first that differs from its draft.
+
+    Row i was sampled given drafts[:i], so tokens after a mismatch answer a question that was not asked. Exact for
+    greedy and for a position-seeded sampler (Leviathan et al. 2023 with a one-hot draft distribution).
+    """
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
+        accepted += 1
+    return list(sampled[: accepted + 1])

@@ -1,0 +1,32 @@
+"""What the engine library hands back: one RequestOutput per change of one continuation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from suimon.core_engine.sampler import TokenLogprobs
+
+# Why a sequence ended. "error" carries a message; "abort" is never shown to the one who left.
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """New text and tokens of choice ``index`` since its last output; the final one has ``finish_reason`` set.
+
+    ``text`` may lag behind ``token_ids``: incomplete UTF-8 and possible stop strings are held back. ``logprobs`` runs
+    parallel to ``token_ids``. ``stop_reason`` is the stop string or stop token id that ended it (None for EOS).
+    ``num_output_tokens`` counts this choice so far.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
