@@ -1,0 +1,378 @@
+"""The plugin contract: the only file a plugin author reads.
+
+A complete backend plugin::
+
+    from suimon.gateway.hookspecs import Backend, Delta, Usage, hookimpl
+
+    class Parrot(Backend):
+        model_id = "parrot"
+
+        async def generate(self, request):
+            words = request.last_user_text().split()
+            for word in words:
+                yield Delta(text=word + " ")
+            yield Delta(finish_reason="stop", usage=Usage(completion_tokens=len(words)))
+
+    @hookimpl
+    def register_backends(register, settings):
+        register(Parrot())
+
+Three rules. Yield ``Delta``s; the last one of each choice carries ``finish_reason``. You are cancelled by your generator
+being closed, so clean up in ``finally``. Raise one of the errors below; anything else becomes a 500 that is logged with
+your plugin's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import pluggy
+
+if TYPE_CHECKING:
+    import argparse
+
+    from suimon.gateway.config import Settings
+
+PROJECT = "suimon"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# --- What a request is -------------------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One chat message. ``content`` is text, a list of content parts as the client sent them, or None beside tool calls."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content's text parts, joined."""
+        if isinstance(self.content, list):
+            return "".join(part.get("text", "") for part in self.content if part.get("type") == "text")
+        return self.content or ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. Every default means "off"; ranges were checked by the gateway.
+
+    ``max_tokens`` None: up to the context. ``temperature`` 0: greedy. ``top_k`` 0 or -1: no limit. ``logprobs``: how many
+    alternatives to report beside each chosen token (0: the chosen one only; None: none). ``min_tokens`` counts generated
+    tokens. ``seed`` makes a choice's tokens independent of its batch.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request for one prompt, in the form that every backend sees. Either ``messages`` or ``prompt`` is set."""
+
+    request_id: str
+    model: str  # the name the client used
+    messages: tuple[Message, ...] | None = None  # a chat: the backend applies its own template
+    prompt: str | tuple[int, ...] | None = None  # a completion: text or token ids, taken as they are
+    sampling: SamplingParams = SamplingParams()
+    add_generation_prompt: bool = True  # chat only: end the prompt with the assistant's header
+    continue_final_message: bool = False  # chat only: go on writing the last message
+    chat_template_kwargs: dict[str, Any] = {}  # chat only: allow-listed variables for the template
+    tenant: str = ""  # who asks: the name of the API key, "" without one
+    priority: int = 0  # lower starts first, where the policy looks at it
+    weight: float = 1.0  # share under a fair policy
+    arrival: float = 0.0  # time.monotonic() when the gateway took it
+    deadline: float | None = None  # time.monotonic() after which the answer is worthless
+    adapter: str | None = None  # LoRA adapter name
+    cache_salt: str | None = None  # requests share cached prefixes only within one salt
+    trace_context: dict[str, str] = {}  # W3C traceparent/tracestate of the gateway's span
+
+    def last_user_text(self) -> str:
+        """The text to answer: the last user message, or the prompt."""
+        for message in reversed(self.messages or ()):
+            if message.role == "user":
+                return message.text
+        return self.prompt if isinstance(self.prompt, str) else ""
+
+
+# --- What an answer is -------------------------------------------------------------------------------------------------
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One token's text, bytes and log-probability under the model, before temperature and filters."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+    token_id: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """The chosen token and the most likely alternatives at its position, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one request, over all its choices. ``cached_tokens`` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+# Whatever ends a choice is one of these; clients refuse any other word.
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter"})
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of choice ``index``. The choice's last one has ``finish_reason``; the request's last one has ``usage``."""
+
+    text: str = ""
+    index: int = 0
+    token_ids: tuple[int, ...] = ()  # when the backend knows them
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # parallel to token_ids, when asked for
+    finish_reason: str | None = None  # one of FINISH_REASONS
+    stop_reason: str | int | None = None  # the stop string or token id that was hit; None for the model's own end
+    usage: Usage | None = None
+
+
+# --- What can go wrong -------------------------------------------------------------------------------------------------
+
+
+class BackendError(Exception):
+    """Base of the errors a backend raises on purpose; ``message`` is shown to the client."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class InvalidRequest(BackendError):  # noqa: N818 - named for what happened, as the HTTP error type is
+    """The request is wrong; ``param`` names the field."""
+
+    status, type = 400, "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and output do not fit: the message gives the limit and both lengths."""
+
+    code = "context_length_exceeded"
+
+
+class NotAuthenticated(BackendError):  # noqa: N818
+    """No valid API key."""
+
+    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+
+
+class ModelNotFound(BackendError):  # noqa: N818
+    """No backend serves the model; the message lists those that are served."""
+
+    status, type, code = 404, "invalid_request_error", "model_not_found"
+
+
+class Overloaded(BackendError):  # noqa: N818
+    """Too much is waiting; try again after ``retry_after`` seconds."""
+
+    status, type, code = 429, "rate_limit_error", "overloaded"
+
+
+class BackendUnavailable(BackendError):  # noqa: N818
+    """The backend is loading, restarting, draining or not installed; the message says what would help."""
+
+    status, type, code = 503, "server_error", "backend_unavailable"
+
+
+class BackendCrashed(BackendError):  # noqa: N818
+    """The backend died while it worked on this request."""
+
+    status, type, code = 500, "server_error", "backend_crashed"
+
+
+# --- What a backend is -------------------------------------------------------------------------------------------------
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """``state`` is loading, ready, restarting, draining or failed; ``detail`` is one line for people."""
+
+    state: str = "ready"
+    detail: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a backend is; zeros where it cannot know. What routing, gauges and Retry-After go by."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    restarts: int = 0
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend honours, so that a request for anything else is refused by name instead of quietly ignored."""
+
+    chat: bool = True
+    completions: bool = True
+    token_prompts: bool = False
+    logprobs: bool = False
+    seed: bool = False
+    tokenize: bool = False
+    max_model_len: int | None = None
+
+
+class Backend(ABC):
+    """Answers requests for one model. ``generate`` is the only method that must be written."""
+
+    model_id: str
+    capabilities: Capabilities = Capabilities()
+
+    async def start(self) -> None:
+        """Get ready in the background of a server that already answers health checks. Raise to stop the server."""
+
+    async def stop(self) -> None:
+        """Release everything. Called once, also after a failed start."""
+
+    async def health(self) -> Health:
+        """Answer quickly and from memory."""
+        return Health()
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Yield the answer (write it as ``async def`` with ``yield``). Closed early when the client leaves."""
+
+    async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of the request's prompt or rendered messages."""
+        raise InvalidRequest(f"the backend of model {self.model_id!r} does not expose its tokenizer")
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``; raise InvalidRequest for an id outside the vocabulary."""
+        raise InvalidRequest(f"the backend of model {self.model_id!r} does not expose its tokenizer")
+
+    def load(self) -> Load:
+        """How busy it is now."""
+        return Load()
+
+
+async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterator[Delta]:
+    """Run a blocking generator in a thread of its own and yield what it yields, at the reader's pace.
+
+    ``make`` is called in the thread. When the caller leaves, the generator is closed at its next item.
+    """
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+    slots: queue.Queue[None] = queue.Queue()  # permits handed to the thread: at most this many items unread
+    for _ in range(16):
+        slots.put(None)
+    left = threading.Event()
+
+    def hand_over(item: Delta | BaseException | None) -> None:
+        with suppress(RuntimeError):  # the loop is gone: nobody is listening
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    def run() -> None:
+        try:
+            generator = make()
+            for delta in generator:
+                slots.get()
+                if left.is_set():
+                    break
+                hand_over(delta)
+            close = getattr(generator, "close", None)
+            if close is not None:
+                close()
+            hand_over(None)
+        except BaseException as error:
+            hand_over(error)
+
+    threading.Thread(target=run, daemon=True, name="stream_from_thread").start()
+    try:
+        while (item := await items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            slots.put(None)
+    finally:
+        left.set()
+        slots.put(None)
+
+
+# --- The hooks ---------------------------------------------------------------------------------------------------------
+# Synchronous on purpose: pluggy would take an un-awaited coroutine for an answer. Asynchronous work belongs in Backend.
+# Arguments may be added, never removed.
+
+
+class Hooks:
+    """Every hook with its signature; write a module-level function of the same name, marked ``@hookimpl``."""
+
+    @hookspec
+    def register_backends(self, register: Callable[[Backend], None], settings: Settings) -> None:
+        """Call ``register(backend)`` for each model this plugin serves under ``settings``. At start-up, once."""
+
+    @hookspec(firstresult=True)
+    def route_request(self, request: GenerateRequest, backends: Mapping[str, Backend]) -> Backend | None:
+        """Choose the backend for a request, or None to leave it to the next plugin. ``backends`` is by model name."""
+
+    @hookspec(firstresult=True)
+    def authenticate(self, headers: Mapping[str, str]) -> str | None:
+        """The tenant that these lower-cased HTTP headers prove, or None to leave it to the API keys."""
+
+    @hookspec
+    def request_started(self, request: GenerateRequest) -> None:
+        """A request was accepted and routed. Must return quickly."""
+
+    @hookspec
+    def request_finished(self, request: GenerateRequest, usage: Usage | None, error: BaseException | None) -> None:
+        """A request ended: ``error`` is what ended it early (asyncio.CancelledError when the client left)."""
+
+    @hookspec
+    def register_routes(self, register: Callable[[Any], None]) -> None:
+        """Add Litestar route handlers. Only called for plugins that the operator named: routes widen the surface."""
+
+    @hookspec
+    def register_commands(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        """Add subcommands to ``suimon``; each sets ``run`` to a function of the parsed arguments."""
