@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from suimon.core_engine.batch import ScheduledBatch
-from suimon.core_engine.sampler import Sampler, SamplingRow, TokenLogprobs
+from suimon.core_engine.logprobs import TokenLogprobs
+from suimon.core_engine.sampler import Sampler, SamplingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

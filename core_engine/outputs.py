@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from suimon.core_engine.sampler import TokenLogprobs
+from suimon.core_engine.logprobs import TokenLogprobs
 
 # Why a sequence ended. "error" carries a message; "abort" is never shown to the one who left.
 FINISH_REASONS = ("stop", "length", "abort", "error")
