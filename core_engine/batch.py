@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from suimon import kernels
+from suimon.kernels.attention_plan import AttentionPlan
+
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
@@ -42,8 +45,8 @@ class ScheduledSequence:
     """One sequence's share of a step.
 
     ``token_ids`` occupy positions ``start .. start + len(token_ids) - 1``; ``block_table`` covers them all.
-    ``num_logits`` is how many of the last positions need logits: 0 for a chunk that does not end its prompt, 1 to sample
-    a token, k + 1 to verify k drafts (the last k of ``token_ids``).
+    ``num_logits`` is how many of the last positions need logits: 0 for a chunk that does not end its prompt, 1 to
+    sample a token, k + 1 to verify k drafts (the last k of ``token_ids``).
     """
 
     seq_id: int
@@ -87,6 +90,7 @@ class ForwardBatch:
     # The same lengths as plain integers, so that nothing has to be read back from the device.
     query_lengths: tuple[int, ...]
     context_lengths_list: tuple[int, ...]
+    attention_plan: AttentionPlan  # what each query sees, computed once for all layers
 
     @property
     def num_tokens(self) -> int:
@@ -113,17 +117,21 @@ class ForwardBatch:
             tables.append(table + [0] * (widest - len(table)))
         contexts = tuple(sequence.start + len(sequence.token_ids) for sequence in batch.sequences)
 
+        query_lengths = tuple(len(sequence.token_ids) for sequence in batch.sequences)
+
         def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+        block_tables = tensor(tables, torch.int32).reshape(len(tables), widest)
         return cls(
             token_ids=tensor(token_ids, torch.int64),
             positions=tensor(positions, torch.int64),
             slots=tensor(slots, torch.int64),
             query_starts=tensor(starts, torch.int32),
             context_lengths=tensor(contexts, torch.int32),
-            block_tables=tensor(tables, torch.int32).reshape(len(tables), widest),
+            block_tables=block_tables,
             logits_indices=tensor(logits_indices, torch.int64),
-            query_lengths=tuple(len(sequence.token_ids) for sequence in batch.sequences),
+            query_lengths=query_lengths,
             context_lengths_list=contexts,
+            attention_plan=kernels.plan_attention(block_tables, query_lengths, contexts, block_size),
         )
