@@ -17,9 +17,9 @@ A complete backend plugin::
     def register_backends(register, settings):
         register(Parrot())
 
-Three rules. Yield ``Delta``s; the last one of each choice carries ``finish_reason``. You are cancelled by your generator
-being closed, so clean up in ``finally``. Raise one of the errors below; anything else becomes a 500 that is logged with
-your plugin's name.
+Three rules. Yield ``Delta``s; the last one of each choice carries ``finish_reason``. You are cancelled by your
+generator being closed, so clean up in ``finally``. Raise one of the errors below; anything else becomes a 500 that is
+logged with your plugin's name.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-# --- What a request is -------------------------------------------------------------------------------------------------
+# --- What a request is ------------------------------------------------------------------------------------------------
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One chat message. ``content`` is text, a list of content parts as the client sent them, or None beside tool calls."""
+    """One chat message. ``content`` is text, a list of content parts as sent, or None beside tool calls."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -68,9 +68,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Every default means "off"; ranges were checked by the gateway.
 
-    ``max_tokens`` None: up to the context. ``temperature`` 0: greedy. ``top_k`` 0 or -1: no limit. ``logprobs``: how many
-    alternatives to report beside each chosen token (0: the chosen one only; None: none). ``min_tokens`` counts generated
-    tokens. ``seed`` makes a choice's tokens independent of its batch.
+    ``max_tokens`` None: up to the context. ``temperature`` 0: greedy. ``top_k`` 0 or -1: no limit. ``logprobs``: how
+    many alternatives to report beside each chosen token (0: the chosen one only; None: none). ``min_tokens`` counts
+    generated tokens. ``seed`` makes a choice's tokens independent of its batch.
     """
 
     n: int = 1
@@ -121,7 +121,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt if isinstance(self.prompt, str) else ""
 
 
-# --- What an answer is -------------------------------------------------------------------------------------------------
+# --- What an answer is ------------------------------------------------------------------------------------------------
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -153,7 +153,7 @@ FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter"})
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New output of choice ``index``. The choice's last one has ``finish_reason``; the request's last one has ``usage``."""
+    """New output of choice ``index``. Each choice's last has ``finish_reason``; the request's last has ``usage``."""
 
     text: str = ""
     index: int = 0
@@ -164,7 +164,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
 
 
-# --- What can go wrong -------------------------------------------------------------------------------------------------
+# --- What can go wrong ------------------------------------------------------------------------------------------------
 
 
 class BackendError(Exception):
@@ -223,7 +223,7 @@ class BackendCrashed(BackendError):  # noqa: N818
     status, type, code = 500, "server_error", "backend_crashed"
 
 
-# --- What a backend is -------------------------------------------------------------------------------------------------
+# --- What a backend is ------------------------------------------------------------------------------------------------
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,7 +341,7 @@ async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterat
         slots.put(None)
 
 
-# --- The hooks ---------------------------------------------------------------------------------------------------------
+# --- The hooks --------------------------------------------------------------------------------------------------------
 # Synchronous on purpose: pluggy would take an un-awaited coroutine for an answer. Asynchronous work belongs in Backend.
 # Arguments may be added, never removed.
 

@@ -1,4 +1,4 @@
-"""What a model file looks like to the models: a config, tensors by their Hugging Face names, and where they came from."""
+"""What a model file looks like to the models: a config and tensors, both by their Hugging Face names."""
 
 from __future__ import annotations
 

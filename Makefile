@@ -1,0 +1,57 @@
+# The two commands of the README are `make serve` and `make test`; everything they need is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: serve test lint format bench install install-test install-lint clean
+
+serve: install
+	$(BIN)/suimon serve $(ARGS)
+
+test: install-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install-lint typecheck-links
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	MYPYPATH=.typecheck $(BIN)/mypy --strict --explicit-package-bases -p suimon.gateway -p suimon.core_engine
+
+format: install-lint
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python bench/native_step.py
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+install-lint: $(VENV)/.installed-lint
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Suimon needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# torch goes first and pinned: an unpinned one may bring gigabytes of a newer CUDA build.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lint]'
+	touch $@
+
+# mypy cannot see names mapped by setuptools' package-dir; these links give it the tree that users import.
+.PHONY: typecheck-links
+typecheck-links:
+	mkdir -p .typecheck/suimon
+	for package in gateway core_engine kernels plugins; do ln -sfn ../../$$package .typecheck/suimon/$$package; done
+
+clean:
+	rm -rf $(VENV) .typecheck build dist *.egg-info
