@@ -9,10 +9,12 @@ from dataclasses import dataclass
 class TokenLogprobs:
     """The sampled token's natural-log probability and those of the likeliest tokens at its position, best first.
 
-    They are the model's own, before temperature, penalties and filters. ``top`` holds (token id, logprob) pairs, as many
-    as the request asked for; the sampled token need not be among them.
+    They are the model's own, before temperature, penalties and filters, and always finite. ``rank`` is 1 for the most
+    likely token. ``top`` holds (token id, logprob) pairs, as many as the request asked for; the sampled token need not
+    be among them.
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()

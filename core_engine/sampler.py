@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampling_params import SamplingParams
 
 
@@ -22,19 +23,6 @@ class GrammarMask(Protocol):
     """
 
     def result(self) -> torch.Tensor | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The model's own log-probability of one sampled token.
-
-    ``rank`` is 1 for the most likely token. ``top`` holds (token id, logprob) of the most likely tokens, best first.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
