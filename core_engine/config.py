@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from suimon.core_engine.errors import InvalidRequestError
 
 POLICIES = ("fcfs", "priority")
+NATIVE_EXECUTOR = "suimon.core_engine.model_runner:ModelRunner"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -16,6 +17,7 @@ class EngineConfig:
 
     Lengths and budgets count tokens; ``kv_cache_memory`` is bytes; intervals and timeouts are seconds.
     ``max_num_batched_tokens`` bounds the tokens of one step, so a longer prompt is computed in chunks.
+    ``executor`` is the "package.module:Class" that computes the batches.
     """
 
     model: str
@@ -40,6 +42,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     max_restarts: int = 5
     num_threads: int | None = None
+    executor: str = NATIVE_EXECUTOR
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", "dtype")
