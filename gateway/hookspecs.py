@@ -263,6 +263,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     seed: bool = False
     tokenize: bool = False
     max_model_len: int | None = None
+    own_queue: bool = False  # queues, and raises Overloaded, by itself: the gateway puts no queue in front of it
+    max_concurrency: int = 64  # without own_queue: requests it is given at once; the rest wait in the gateway
 
 
 class Backend(ABC):
