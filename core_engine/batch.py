@@ -46,7 +46,8 @@ class ScheduledSequence:
 
     ``token_ids`` occupy positions ``start .. start + len(token_ids) - 1``; ``block_table`` covers them all.
     ``num_logits`` is how many of the last positions need logits: 0 for a chunk that does not end its prompt, 1 to
-    sample a token, k + 1 to verify k drafts (the last k of ``token_ids``).
+    sample a token, k + 1 to verify k drafts (the last k of ``token_ids``). ``adapter``
+    names the weights to add to the model's, if any.
     """
 
     seq_id: int
@@ -54,6 +55,7 @@ class ScheduledSequence:
     start: int
     block_table: list[int]
     num_logits: int = 1
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

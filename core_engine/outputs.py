@@ -1,10 +1,11 @@
-"""What the engine library hands back: one RequestOutput per change of one continuation."""
+"""What the engine hands back: EngineOutput per sequence and step (tokens), RequestOutput with text as well."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from suimon.core_engine.logprobs import TokenLogprobs
+from suimon.core_engine.sequence import Timing
 
 # Why a sequence ended. "error" carries a message; "abort" is never shown to the one who left.
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -30,3 +31,25 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     prompt_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What one step brought one sequence: choice ``index`` of the request. The last one has ``finish_reason`` set.
+
+    ``token_ids`` are new; an end token is among them. ``logprobs`` runs parallel to them when asked for.
+    ``stop_reason`` is the stop token id that ended it (None for EOS); ``error`` the message if that is the reason.
+    ``num_output_tokens`` counts this choice so far. ``timing`` comes with the first and the last output.
+    """
+
+    request_id: str
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    timing: Timing | None = None

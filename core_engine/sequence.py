@@ -1,0 +1,130 @@
+"""One sampled continuation of one request: its tokens, how far they are computed, and how it ended.
+
+Knows integers and stamps; refuses to know when it runs (the scheduler decides and alone changes it) and where its KV
+lies (``block_table`` and ``block_hashes`` belong to the block manager).
+
+    token_ids:    | prompt ............ | accepted outputs ...... |  drafts (kept apart)
+    positions:    0                     num_prompt_tokens         num_tokens
+    computed:     [0 .......... num_computed_tokens)
+    submitted:                          [num_computed_tokens .. + num_in_flight)
+
+A step hands out tokens so that num_computed_tokens catches up with num_tokens; a decode is the case where one is left.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from suimon.core_engine.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """HELD: a sibling whose leader's prompt is not computed yet. FINISHED: nothing in the engine refers to it."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Timing:
+    """When things happened, in seconds of ``time.monotonic()``; None if they have not."""
+
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """See the module's drawing. ``max_tokens`` is resolved: what the request asked for, within the context.
+
+    ``adapter`` is a name and ``adapter_hash`` the hash of its weights; only the latter enters prefix cache keys. Of a
+    request with n > 1, choice 0 leads: it computes the prompt, and the siblings then share its blocks.
+    ``num_cached_tokens`` counts prompt tokens that were not computed because their KV was there already.
+    """
+
+    seq_id: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    index: int = 0
+    seed: int = 0
+    tenant: str = ""
+    priority: int = 0
+    weight: float = 1.0
+    deadline: float | None = None
+    adapter: str | None = None
+    adapter_hash: str | None = None
+    cache_salt: str | None = None
+    trace_context: Mapping[str, str] | None = None
+    leader: Sequence | None = None
+
+    output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0
+    num_overtaken: int = 0
+    num_preemptions: int = 0
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    out_of_slots: bool = False
+    siblings: list[Sequence] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
+
+    @property
+    def arrival(self) -> float:
+        return self.timing.arrival
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Accepted tokens; drafts do not count."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Where the next step begins."""
+        return self.num_computed_tokens + self.num_in_flight
+
+    @property
+    def num_to_schedule(self) -> int:
+        """Tokens that are known but not submitted. 0 or less while a sampled token is being waited for."""
+        return self.num_tokens - self.num_scheduled_tokens
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no more tokens are wanted; a sequence in flight is ended before it is finished."""
+        return self.finish_reason is not None
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Accepted tokens at positions ``start .. end - 1``."""
+        split = self.num_prompt_tokens
+        if start >= split:
+            return self.output_token_ids[start - split : end - split]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(end - split, 0)]
