@@ -40,7 +40,8 @@ class RopeConfig:
 def _wavelengths(config: RopeConfig) -> torch.Tensor:
     """Positions per radian of each feature pair: (R / 2,)."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float, device="cpu") / config.rotary_dim
-    return torch.as_tensor(config.theta**exponents)
+    wavelengths: torch.Tensor = config.theta**exponents
+    return wavelengths
 
 
 def _plain(config: RopeConfig) -> torch.Tensor:
