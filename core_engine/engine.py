@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.block_manager import BlockManager
@@ -25,6 +25,7 @@ from suimon.core_engine.sampler import SamplingRow
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.scheduler import Scheduler, SchedulerConfig
 from suimon.core_engine.sequence import Sequence, Timing
+from suimon.core_engine.stats import EngineStats
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # Batches that fail one after the other: one may be a bad request's fault, this many are the executor's.
@@ -33,33 +34,6 @@ MAX_CONSECUTIVE_FAILURES = 3
 CHECK_INVARIANTS = "SUIMON_CHECK_INVARIANTS"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges and counters at one moment; counters run from the engine's start.
-
-    ``queued_tokens`` counts the tokens of waiting sequences. Every block is free, cached or used; ``leaked_blocks`` is
-    how far that sum is off, plus what is used while nothing runs: anything but 0 is a defect. ``finished`` counts
-    sequences by finish reason; ``aborted`` counts requests.
-    """
-
-    running: int
-    waiting: int
-    queued_tokens: int
-    num_blocks: int
-    free_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    leaked_blocks: int
-    preemptions: int
-    aborted: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    prompt_tokens: int
-    generation_tokens: int
-    steps: int
-    finished: dict[str, int]
 
 
 class Engine:
@@ -297,9 +271,12 @@ class Engine:
         self._num_sequences += 1
         return self._num_sequences
 
-    def abort(self, request_id: str) -> bool:
-        """End a request without further outputs. False if it is not here (any more): aborting twice is harmless."""
-        aborted = self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request, or only its choice ``index``, without further outputs.
+
+        False if it is not here (any more): aborting twice is harmless.
+        """
+        aborted = self.scheduler.abort(request_id, index)
         self._check_idle()
         return aborted
 

@@ -151,10 +151,13 @@ class Scheduler:
         self.sequences.update((sequence.seq_id, sequence) for sequence in group)
         self._wait(leader)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request without outputs, at once or when its batch in flight is back. False if it is not here."""
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request, or only its choice ``index``, without outputs: at once or when its batch in flight is back.
+
+        False if it is not here.
+        """
         group = self._requests.get(request_id, [])
-        ended = [sequence for sequence in group if not sequence.is_ended]
+        ended = [sequence for sequence in group if not sequence.is_ended and index in (None, sequence.index)]
         for sequence in ended:
             self._end(sequence, "abort")
         for sequence in ended:

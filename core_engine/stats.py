@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """One snapshot. Every block is free, used or cached: ``blocks_total == free + used + cached``.
+    """Gauges and counters at one moment; counters run from the engine's start.
 
-    The fields named in COUNTERS only grow while an engine lives; the others are gauges.
+    ``queued_tokens`` counts the tokens of waiting sequences. Every block is free, cached or used; ``leaked_blocks`` is
+    how far that sum is off, plus what is used while nothing runs: anything but 0 is a defect. ``finished`` counts
+    sequences by finish reason; ``aborted`` counts requests.
     """
 
-    running: int = 0  # sequences with KV blocks
-    waiting: int = 0  # sequences in the queue
-    queued_tokens: int = 0  # their tokens still to compute
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0  # hold a reusable prefix and belong to nobody
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    num_blocks: int = 0
+    free_blocks: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    leaked_blocks: int = 0
     preemptions: int = 0
-    prefix_cache_queries: int = 0  # prompt tokens looked up
-    prefix_cache_hits: int = 0  # prompt tokens found
+    aborted: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
     steps: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
 
     def counting_from(self, base: EngineStats) -> EngineStats:
         """This snapshot with ``base``'s counters added: totals that do not fall when an engine is replaced."""
-        return replace(self, **{name: getattr(self, name) + getattr(base, name) for name in COUNTERS})
+        counts: dict[str, int] = {name: getattr(self, name) + getattr(base, name) for name in COUNTERS}
+        return replace(self, finished=dict(Counter(self.finished) + Counter(base.finished)), **counts)
 
-    @classmethod
-    def read(cls, source: object) -> EngineStats:
-        """The same numbers from any object that has some of these attributes."""
-        return cls(**{f.name: getattr(source, f.name) for f in fields(cls) if hasattr(source, f.name)})
+    def when_gone(self) -> EngineStats:
+        """What remains of this snapshot when its engine is gone: the counters."""
+        counts: dict[str, int] = {name: getattr(self, name) for name in COUNTERS}
+        return EngineStats(finished=self.finished, **counts)
 
 
-COUNTERS = ("preemptions", "prefix_cache_queries", "prefix_cache_hits", "steps")
+COUNTERS = (
+    "preemptions",
+    "aborted",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "steps",
+)
