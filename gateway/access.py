@@ -102,7 +102,7 @@ class _Exchange:
         self._started = time.perf_counter()
         self._status = CLIENT_CLOSED_REQUEST
         self._method = scope["method"] if scope["method"] in METHODS else "_OTHER"
-        self._request_id = scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        self._request_id: str = scope.setdefault("state", {}).setdefault("request_id", uuid.uuid4().hex)
         self._span = self._open_span(parent_context(scope["headers"]))
         self._token = context_api.attach(trace.set_span_in_context(self._span))
 
@@ -122,12 +122,17 @@ class _Exchange:
         """Pass a message on; the one that starts the response gets the request's id."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self._headers()]
+            message = {**message, "headers": self._complete(list(message.get("headers", ())))}
         await self._send(message)
 
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(b"x-request-id", self._request_id.encode())]
-        if self._drain.draining:
+    def _complete(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The application may have named the request itself; then its name is the one to log."""
+        given = {name.lower(): value for name, value in headers}
+        if b"x-request-id" in given:
+            self._request_id = given[b"x-request-id"].decode("latin-1")
+        else:
+            headers.append((b"x-request-id", self._request_id.encode()))
+        if self._drain.draining and b"connection" not in given:
             headers.append((b"connection", b"close"))
         return headers
 

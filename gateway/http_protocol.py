@@ -96,6 +96,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = self._head_fields = 0
         self._phase = "head"
         super().on_message_begin()
+        # For whoever sends a stream that its client does not read.
+        extensions = cast("dict[str, object]", self.scope.setdefault("extensions", {}))
+        extensions["suimon.abort"] = self.transport.abort
 
     def on_url(self, url: bytes) -> None:
         """A part of the request target."""
