@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from suimon.core_engine.batch import ScheduledBatch
+from suimon.core_engine.batch import FreeSequence, ScheduledBatch, ScheduledSequence
 from suimon.core_engine.logprobs import TokenLogprobs
-from suimon.core_engine.sampler import Sampler, SamplingRow
+from suimon.core_engine.sampler import Sampler, SamplerOutput, SamplingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,9 @@ class ForwardExecutor(ABC):
         """Execute ``batch.cache_ops``, then the tokens; logits (batch.num_logits, vocab), any float dtype."""
 
     def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
+        for op in batch.cache_ops:
+            if type(op) is FreeSequence:
+                self.sampler.forget(op.seq_id)
         logits = self.forward(batch)
         if not sampling:
             return Completed(StepResult(batch.step_id, {s.seq_id: SequenceResult() for s in batch.sequences}))
@@ -108,17 +111,26 @@ class ForwardExecutor(ABC):
         results: dict[int, SequenceResult] = {}
         row = 0
         for sequence in batch.sequences:
-            rows = range(row, row + sequence.num_logits)
+            results[sequence.seq_id] = _sequence_result(sequence, sampled, row)
             row += sequence.num_logits
-            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_logits + 1 :]
-            accepted = _accept(drafts, [sampled.token_ids[r] for r in rows])
-            logprobs = [sampled.logprobs[r] for r in rows[: len(accepted)]]
-            kept = [entry for entry in logprobs if entry is not None]
-            results[sequence.seq_id] = SequenceResult(accepted, kept if kept else None)
         return Completed(StepResult(batch.step_id, results))
 
     def close(self) -> None:
         """Release what the executor holds. The default holds nothing."""
+
+
+def _sequence_result(sequence: ScheduledSequence, sampled: SamplerOutput, row: int) -> SequenceResult:
+    """What the rows from ``row`` on, ``sequence.num_logits`` of them, give this sequence."""
+    if not sequence.num_logits:
+        return SequenceResult()
+    drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_logits + 1 :]
+    accepted = _accept(drafts, sampled.token_ids[row : row + sequence.num_logits])
+    rows = range(row, row + len(accepted))
+    failed = [sampled.errors[index] for index in rows if index in sampled.errors]
+    if failed:
+        return SequenceResult(error=failed[0])
+    kept = [entry for entry in (sampled.logprobs[index] for index in rows) if entry is not None]
+    return SequenceResult(accepted, kept if kept else None)
 
 
 def _accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is reported about one sampled token's probability. Plain numbers: knows no tensors, so clients import it freely."""
+"""What is reported about one sampled token's probability. Knows no tensors, so clients import it freely."""
 
 from __future__ import annotations
 
