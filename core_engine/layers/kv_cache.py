@@ -49,10 +49,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> KVCache:
-        """Zeroed memory for ``num_blocks`` blocks in every layer (the system maps its pages at first use)."""
+        """Memory for ``num_blocks`` blocks in every layer.
+
+        It is left as it is: no slot is read before it is written, and a system maps its pages only then.
+        """
 
         def allocate(shape: KVShape) -> torch.Tensor:
-            return torch.zeros((num_blocks, block_size, *shape), dtype=dtype, device=device)
+            return torch.empty((num_blocks, block_size, *shape), dtype=dtype, device=device)
 
         return cls([LayerCache(allocate(shape), allocate(shape)) for shape in shapes], block_size)
 

@@ -21,7 +21,6 @@ from suimon.core_engine.loader.checkpoint import Checkpoint
 from suimon.core_engine.models.base import DecoderModel
 
 _SHOWN = 8  # names of each list in an error message
-_READERS = 2  # tensors decoded at a time; the work inside releases the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,7 @@ def fill_from_checkpoint(
     if model.config.tie_word_embeddings:
         parts = [part for part in parts if part.name != "lm_head.weight"]
     _check_names(model, checkpoint, {part.name for part in parts})
-    with ThreadPoolExecutor(_READERS, "load") as pool:
-        for _ in pool.map(lambda part: _fill(part, checkpoint), parts):
-            pass
+    _fill_all(parts, checkpoint)
     model.finish_loading(dtype, device)
 
 
@@ -90,6 +87,15 @@ def _check_names(model: DecoderModel, checkpoint: Checkpoint, wanted: set[str]) 
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more if names else "none"
+
+
+def _fill_all(parts: list[_Part], checkpoint: Checkpoint) -> None:
+    """As many tensors at a time as there are threads, one thread each: most are too small to be shared out."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for _ in pool.map(lambda part: _fill(part, checkpoint), parts):
+            pass
+    torch.set_num_threads(threads)
 
 
 def _fill(part: _Part, checkpoint: Checkpoint) -> None:
