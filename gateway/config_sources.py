@@ -82,7 +82,8 @@ def _convert(option: Option, value: Any, place: str, *, text: bool) -> Any:
             value = [part.strip() for part in value.split(",") if part.strip()]
         return msgspec.convert(value, option.type, strict=not text)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{place}: {_plain(str(error))}") from None
+        said = _plain(str(error)).replace("got str", f"got {value!r}") if text else _plain(str(error))
+        raise ConfigError(f"{place}: {said}") from None
 
 
 def _plain(message: str) -> str:

@@ -1,0 +1,179 @@
+"""The ``suimon`` command. Reads the command line, hands over, and turns errors into one clear line.
+
+It must start fast: every command imports what it needs when it runs, and plugins are loaded only where a command of
+theirs may be meant. It never imports an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from suimon.gateway import chat, config_sources
+from suimon.gateway.config import ConfigError
+
+if TYPE_CHECKING:
+    from suimon.gateway.plugin_manager import PluginManager
+
+Run = Callable[[argparse.Namespace], int]
+Commands = Any  # argparse's _SubParsersAction, which has no public name
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 for what went wrong, 2 for a wrong command line, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        print(f"suimon: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="suimon", description="An OpenAI-compatible LLM gateway with its own paged-attention engine."
+    )
+    parser.add_argument("--version", action="store_const", const=_version, dest="run", help="print the version")
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    commands = parser.add_subparsers(metavar="COMMAND", required="--version" not in arguments)
+    for name, (add, run, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == named:
+            add(command)
+            command.set_defaults(run=run)
+    if named not in _COMMANDS and "--version" not in arguments:
+        _add_plugin_commands(commands)
+    parsed = parser.parse_args(arguments)
+    return int(parsed.run(parsed) or 0)
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the message is written for the user; other errors are ours and keep their traceback."""
+    from suimon.gateway.hookspecs import BackendError
+    from suimon.gateway.plugin_manager import PluginError
+
+    return isinstance(error, (ConfigError, chat.ChatError, BackendError, PluginError))
+
+
+def _add_plugin_commands(commands: Commands) -> None:
+    """A broken plugin costs its commands, not ``suimon --help``."""
+    from suimon.gateway.plugin_manager import PluginError, load_plugins
+
+    try:
+        load_plugins().hook.register_commands(commands=commands)
+    except PluginError as error:
+        print(f"suimon: warning: {error}", file=sys.stderr)
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from suimon.gateway.serve import serve
+
+    return serve(config_sources.load_settings(arguments, os.environ))
+
+
+def _check_config(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    settings = config_sources.load_settings(arguments, os.environ)
+    shown = msgspec.to_builtins(settings) | {"api_keys": [key.name for key in settings.api_keys]}
+    print(msgspec.json.format(msgspec.json.encode(shown)).decode())
+    return 0
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from suimon.gateway.plugin_manager import BUILT_IN
+
+    manager = load_named(tuple(arguments.plugins or ()))
+    hidden = () if arguments.all else BUILT_IN
+    shown = [entry for entry in _described(manager) if entry["name"] not in hidden]
+    if arguments.hook:
+        shown = [entry for entry in shown if arguments.hook in entry["hooks"]]
+    print(msgspec.json.format(msgspec.json.encode(shown)).decode())
+    return 0
+
+
+def _own_version() -> str:
+    from importlib.metadata import version
+
+    return version("suimon")
+
+
+def _described(manager: PluginManager) -> list[dict[str, Any]]:
+    """Name, version and hooks of every loaded plugin."""
+    versions = {plugin: distribution.version for plugin, distribution in manager.list_plugin_distinfo()}
+    return [
+        {
+            "name": name,
+            "version": versions.get(plugin, _own_version() if name.startswith("suimon.") else None),
+            "hooks": sorted(caller.name for caller in manager.get_hookcallers(plugin) or ()),
+        }
+        for name, plugin in manager.list_name_plugin()
+    ]
+
+
+def load_named(names: Sequence[str], folder: str | None = None) -> PluginManager:
+    """All plugins, those the operator named, and every ``*.py`` of ``folder``. Raises PluginError or ConfigError."""
+    from suimon.gateway.plugin_manager import load_plugins
+
+    if folder is None:
+        return load_plugins(names)
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"plugins_dir {folder}: is not a folder")
+    sys.path.insert(0, str(path.resolve()))
+    return load_plugins([*names, *(file.stem for file in sorted(path.glob("*.py")))])
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    with chat.connect(arguments.url, arguments.api_key) as client:
+        for name in chat.model_names(client):
+            print(name)
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(f"suimon {_own_version()}")
+    return 0
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    chat.add_server_flags(parser)
+
+
+def _add_plugins(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="also the built-in ones")
+    parser.add_argument("--hook", metavar="NAME", help="only those that implement this hook")
+    parser.add_argument("--plugins", metavar="NAME", action="append", help="a module to load as well")
+
+
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
+    "serve": (config_sources.add_flags, _serve, "Serve a model over HTTP."),
+    "chat": (chat.add_flags, chat.run, "Talk to a server in the terminal."),
+    "models": (_add_server, _models, "List the models that a server serves."),
+    "plugins": (_add_plugins, _plugins, "List the loaded plugins as JSON."),
+    "check-config": (config_sources.add_flags, _check_config, "Check the configuration and print the result as JSON."),
+    "version": (_add_nothing, _version, "Print the version."),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
