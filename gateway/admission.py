@@ -1,0 +1,114 @@
+"""Who may start now, in front of a backend that has no queue of its own.
+
+The same RequestQueue as the engine's, with the same policies: at most ``max_concurrency`` requests are inside the
+backend, at most ``max_queued`` wait, and whoever is turned away is told when to come back. A backend with a queue of
+its own (the native engine) is passed through uncounted. Only used from the event loop's thread, so it needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from suimon.core_engine.request_queue import Policy, RequestQueue
+from suimon.gateway.hookspecs import Capabilities, GenerateRequest, Overloaded
+from suimon.gateway.limits import MAX_RETRY_AFTER
+from suimon.gateway.openai.errors import DeadlineExceeded
+
+DRAIN_WINDOW = 32  # finished requests that the drain rate is measured over
+
+
+class DrainRate:
+    """How fast requests finish, measured over the last DRAIN_WINDOW of them."""
+
+    def __init__(self) -> None:
+        self._finished: deque[float] = deque(maxlen=DRAIN_WINDOW)
+
+    def finished(self, now: float) -> None:
+        self._finished.append(now)
+
+    def seconds_for(self, requests: int, now: float) -> float:
+        """The estimated time in which ``requests`` finish, from 1 to MAX_RETRY_AFTER seconds."""
+        if len(self._finished) < 2:
+            return 1.0
+        per_request = (now - self._finished[0]) / len(self._finished)
+        return min(max(1.0, requests * per_request), float(MAX_RETRY_AFTER))
+
+
+class _Ticket:
+    """One waiting request, and the future that lets it in."""
+
+    __slots__ = ("admitted", "arrival", "priority")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.arrival = request.arrival
+        self.priority = request.priority
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Admission:
+    """The door of one backend."""
+
+    def __init__(self, capabilities: Capabilities, *, max_queued: int, policy: str | Policy = "fcfs") -> None:
+        self._unlimited = capabilities.own_queue
+        self._capacity = capabilities.max_concurrency
+        self._max_queued = max_queued
+        self._queue: RequestQueue[_Ticket] = RequestQueue(policy)
+        self._rate = DrainRate()
+        self.running = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests at the door."""
+        return len(self._queue)
+
+    @asynccontextmanager
+    async def admit(self, request: GenerateRequest) -> AsyncIterator[None]:
+        """Enter the backend when it is this request's turn; leave it with the context.
+
+        Raises Overloaded at once when too many wait, and DeadlineExceeded when the request's deadline comes first.
+        """
+        if not self._unlimited:
+            await self._enter(request)
+        try:
+            yield
+        finally:
+            if not self._unlimited:
+                self._leave()
+
+    async def _enter(self, request: GenerateRequest) -> None:
+        if self.running < self._capacity:
+            self.running += 1
+            return
+        if self.waiting >= self._max_queued:
+            raise self._overloaded()
+        await self._wait(_Ticket(request), request.deadline)
+
+    async def _wait(self, ticket: _Ticket, deadline: float | None) -> None:
+        self._queue.push(ticket)
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                await ticket.admitted
+        except BaseException as error:
+            if not self._queue.remove(ticket):
+                self._leave()  # it was let in, but is no longer there to enter
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("The deadline passed while the request was waiting.") from None
+            raise
+
+    def _leave(self) -> None:
+        self._rate.finished(time.monotonic())
+        if self._queue:
+            self._queue.pop().admitted.set_result(None)  # the place goes straight to the next
+        else:
+            self.running -= 1
+
+    def _overloaded(self) -> Overloaded:
+        seconds = self._rate.seconds_for(self.waiting + 1, time.monotonic())
+        return Overloaded(
+            f"{self.running} requests are running and {self.waiting} waiting: try again in {seconds:.0f} s",
+            retry_after=seconds,
+        )
