@@ -1,0 +1,197 @@
+"""The application: parts put together, routes, and the gate that every request passes before any routing.
+
+Knows what there is and in which order it starts and stops. Refuses to know sockets and signals (``server``) and what
+any single part does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from litestar import Litestar, Response
+from litestar.config.cors import CORSConfig
+from litestar.datastructures import State
+from litestar.handlers import BaseRouteHandler
+from litestar.routes import HTTPRoute
+
+from suimon.gateway.auth import AUTH, CLASSES, KEY, PUBLIC, Authenticator, is_public
+from suimon.gateway.config import ConfigError
+from suimon.gateway.drain import Drain
+from suimon.gateway.generation import Generator
+from suimon.gateway.hookspecs import BackendError
+from suimon.gateway.openai.errors import INTERNAL, wire_error
+from suimon.gateway.plugin_manager import PluginManager
+from suimon.gateway.router import Router
+from suimon.gateway.routes import ROUTES
+from suimon.gateway.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from suimon.gateway.config import Settings
+
+log = logging.getLogger("suimon.gateway")
+
+
+class Gateway:
+    """The parts that routes work with, as ``app.state.gateway``."""
+
+    def __init__(self, settings: Settings, plugins: PluginManager) -> None:
+        self.settings = settings
+        self.plugins = plugins
+        self.created = int(time.time())
+        self.drain = Drain()
+        self.router = Router(plugins, max_queued=settings.max_queued_requests)
+        plugins.hook.register_backends(register=self.router.register, settings=settings)
+        if not self.router.served:
+            wanted = ", ".join(sorted({repr(model.backend) for model in settings.models}))
+            raise ConfigError(f"no plugin serves a model: the configuration names the backends {wanted}")
+        self.telemetry = Telemetry(settings, lambda: self.router.backends)
+        self.generator = Generator(plugins, self.telemetry)
+        hook = plugins.hook.authenticate
+        ask = (lambda headers: hook(headers=headers)) if hook.get_hookimpls() else None
+        self.authenticator = Authenticator(settings.api_keys, ask)
+        self._loading: list[asyncio.Task[None]] = []
+        self._begun = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to load every model, and return: the port answers health checks meanwhile."""
+        self._loading = [asyncio.create_task(served.start()) for served in self.router.served.values()]
+        for task in self._loading:
+            task.add_done_callback(_log_failure)
+        self._begun.set()
+
+    async def loaded(self) -> None:
+        """Return when every model is loaded. Raises what the first that failed raised."""
+        await self._begun.wait()
+        await asyncio.gather(*self._loading)
+
+    async def stop(self) -> None:
+        """Stop what loads and release every backend."""
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
+        await asyncio.gather(*(served.stop() for served in self.router.served.values()))
+        await asyncio.to_thread(self.telemetry.shutdown)
+
+
+def _log_failure(loading: asyncio.Task[None]) -> None:
+    if not loading.cancelled() and loading.exception() is not None:
+        log.error("a model did not load: %s", loading.exception())
+
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class GatewayApp(Litestar):
+    """Litestar behind the gate: authentication looks at the raw request, before any path is normalised or routed."""
+
+    def __init__(self, gateway: Gateway, handlers: Iterable[BaseRouteHandler]) -> None:
+        origins = list(gateway.settings.allowed_origins)
+        super().__init__(
+            route_handlers=list(handlers),
+            state=State({"gateway": gateway, "drain": gateway.drain, "telemetry": gateway.telemetry}),
+            cors_config=CORSConfig(allow_origins=origins, allow_methods=["GET", "POST"]) if origins else None,
+            exception_handlers={Exception: handle_exception},
+            request_max_body_size=gateway.settings.max_body_size,
+            on_startup=[gateway.start],
+            on_shutdown=[gateway.stop],
+            openapi_config=None,  # its pages would be routes of their own
+            logging_config=None,
+            debug=False,
+            pdb_on_exception=False,
+        )
+        self._authenticator = gateway.authenticator
+        self._public_paths = public_paths(self)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Let in who may come in; answer the others here."""
+        if scope["type"] == "http" and not self._is_open(scope):
+            try:
+                scope.setdefault("state", {})["tenant"] = self._authenticator.tenant(scope["headers"])
+            except BackendError as error:
+                await self._refuse(scope, send, error)
+                return
+        await super().__call__(scope, receive, send)
+
+    def _is_open(self, scope: Any) -> bool:
+        return is_public(scope, self._public_paths) or self._is_preflight(scope)
+
+    def _is_preflight(self, scope: Any) -> bool:
+        """Browsers send no key with it. CORS, when on, answers every such request itself."""
+        return self.cors_config is not None and scope["method"] == "OPTIONS" and _origin(scope) is not None
+
+    async def _refuse(self, scope: Any, send: Send, error: BackendError) -> None:
+        wire = wire_error(error)
+        headers = wire.headers | {"content-length": str(len(wire.body))} | self._cors_headers(scope)
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": wire.status, "headers": encoded})
+        await send({"type": "http.response.body", "body": wire.body, "more_body": False})
+
+    def _cors_headers(self, scope: Any) -> dict[str, str]:
+        """Without these a script cannot even read why it was refused."""
+        origin = _origin(scope)
+        if self.cors_config is None or origin is None or not self.cors_config.is_origin_allowed(origin):
+            return {}
+        return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+
+def _origin(scope: Any) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"origin":
+            return str(value, "latin-1")
+    return None
+
+
+def public_paths(app: Litestar) -> frozenset[bytes]:
+    """The paths that need no key. Raises ConfigError for a route that does not state its class."""
+    public = set()
+    for path, handler in route_table(app):
+        if handler.opt.get(AUTH) not in CLASSES:
+            raise ConfigError(f"route {path} must state opt={{{AUTH!r}: ...}}, one of {', '.join(CLASSES)}")
+        if handler.opt[AUTH] == PUBLIC:
+            public.add(path.encode())
+    return frozenset(public)
+
+
+def route_table(app: Litestar) -> Iterator[tuple[str, BaseRouteHandler]]:
+    """(path, handler) of every route, but for the OPTIONS that Litestar makes of its own, which tell only methods."""
+    for route in app.routes:
+        handlers = route.route_handlers if isinstance(route, HTTPRoute) else [route.route_handler]
+        for handler in handlers:
+            if getattr(handler, "http_methods", None) != {"OPTIONS"}:
+                yield route.path, handler
+
+
+def handle_exception(request: Any, error: Exception) -> Response[bytes]:
+    """The one place where an exception becomes an HTTP answer."""
+    wire = wire_error(error)
+    if wire is INTERNAL:
+        log.error("%s %s failed", request.method, request.scope["path"][:200], exc_info=error)
+    headers = wire.headers
+    allow = (getattr(error, "headers", None) or {}).get("Allow")
+    if allow:
+        headers["allow"] = allow
+    return Response(wire.body, status_code=wire.status, media_type="application/json", headers=headers)
+
+
+def create_app(settings: Settings, plugins: PluginManager) -> Litestar:
+    """The ASGI application. ``state`` holds ``gateway``, ``drain`` and ``telemetry``.
+
+    Raises ConfigError when no plugin serves a model, or a plugin's route does not state its class of authentication.
+    """
+    gateway = Gateway(settings, plugins)
+    return GatewayApp(gateway, [*ROUTES, *_plugin_routes(plugins)])
+
+
+def _plugin_routes(plugins: PluginManager) -> list[BaseRouteHandler]:
+    """Routes of plugins that the operator named; they need a key unless they say otherwise."""
+    routes: list[BaseRouteHandler] = []
+    unnamed = [plugin for plugin in plugins.get_plugins() if plugin not in plugins.named]
+    plugins.subset_hook_caller("register_routes", unnamed)(register=routes.append)
+    for route in routes:
+        route.opt.setdefault(AUTH, KEY)
+    return routes

@@ -1,0 +1,57 @@
+"""The probes: answered without a key, while models load and while the server drains. They tell a state, no names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, Response, get
+
+from suimon.gateway.auth import AUTH, PUBLIC
+from suimon.gateway.routes.common import gateway_of, json_response
+
+# What a process that is not ready says of itself, the most important first.
+_STATES = ("failed", "draining", "restarting", "loading")
+
+
+@get("/health/live", opt={AUTH: PUBLIC})
+async def live(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Whether the process answers at all; restart it if not."""
+    return _tell("alive", ok=True)
+
+
+@get("/health/startup", opt={AUTH: PUBLIC})
+async def startup(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Whether every model has been loaded once."""
+    done = all(served.started for served in gateway_of(request).router.served.values())
+    return _tell("started" if done else "loading", ok=done)
+
+
+@get("/health/ready", opt={AUTH: PUBLIC})
+async def ready(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Whether to send requests here: every model is ready and the server is not draining."""
+    state = await _state(request)
+    return _tell(state, ok=state == "ready")
+
+
+@get("/health", opt={AUTH: PUBLIC})
+async def health(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """The same as ready, under the name that other servers use."""
+    state = await _state(request)
+    return _tell(state, ok=state == "ready")
+
+
+async def _state(request: Request[Any, Any, Any]) -> str:
+    gateway = gateway_of(request)
+    states = {(await served.health()).state for served in gateway.router.served.values()}
+    if gateway.drain.draining:
+        states.add("draining")
+    not_ready = sorted(states - {"ready"}, key=lambda state: _STATES.index(state) if state in _STATES else 0)
+    return not_ready[0] if not_ready else "ready"
+
+
+def _tell(state: str, *, ok: bool) -> Response[bytes]:
+    response = json_response({"status": state}, 200 if ok else 503)
+    response.headers["cache-control"] = "no-store"
+    if not ok:
+        response.headers["retry-after"] = "1"
+    return response

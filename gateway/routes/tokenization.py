@@ -1,0 +1,47 @@
+"""POST /tokenize and /detokenize, shaped as vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, Response, post
+
+from suimon.gateway.auth import AUTH, KEY
+from suimon.gateway.hookspecs import GenerateRequest
+from suimon.gateway.openai.requests import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    refused,
+    token_ids,
+    tokenize_request,
+)
+from suimon.gateway.routes.common import gateway_of, json_response, new_id, read_body
+from suimon.gateway.streaming import unless_gone
+
+
+@post("/tokenize", status_code=200, opt={AUTH: KEY})
+async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """The token ids of a prompt, or of messages as the model would read them."""
+    body = await read_body(request, TokenizeRequest)
+    gateway = gateway_of(request)
+    wanted = tokenize_request(body, new_id(request, "tokenize-"))
+    served = gateway.router.route(wanted)
+    options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+    work = served.backend.tokenize(wanted, **options)
+    tokens = await unless_gone(work, request.receive, gateway.drain)
+    limit = served.backend.capabilities.max_model_len
+    return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
+
+
+@post("/detokenize", status_code=200, opt={AUTH: KEY})
+async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """The text of token ids."""
+    body = await read_body(request, DetokenizeRequest)
+    gateway = gateway_of(request)
+    if body.tokens is None:
+        raise refused("tokens", "must be given")
+    tokens = token_ids("tokens", body.tokens)
+    wanted = GenerateRequest(request_id=new_id(request, "detokenize-"), model=body.model or "")
+    served = gateway.router.route(wanted)
+    text = await unless_gone(served.backend.detokenize(tokens), request.receive, gateway.drain)
+    return json_response({"prompt": text})
