@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import chat, config_sources
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         if not _is_expected(error):
-            raise
+            raise  # ours, not the user's: the traceback is wanted
         print(f"suimon: error: {error}", file=sys.stderr)
         return 1
 
@@ -97,9 +96,9 @@ def _check_config(arguments: argparse.Namespace) -> int:
 def _plugins(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from suimon.gateway.plugin_manager import BUILT_IN
+    from suimon.gateway.plugin_manager import BUILT_IN, load_plugins
 
-    manager = load_named(tuple(arguments.plugins or ()))
+    manager = load_plugins(arguments.plugins or ())
     hidden = () if arguments.all else BUILT_IN
     shown = [entry for entry in _described(manager) if entry["name"] not in hidden]
     if arguments.hook:
@@ -125,19 +124,6 @@ def _described(manager: PluginManager) -> list[dict[str, Any]]:
         }
         for name, plugin in manager.list_name_plugin()
     ]
-
-
-def load_named(names: Sequence[str], folder: str | None = None) -> PluginManager:
-    """All plugins, those the operator named, and every ``*.py`` of ``folder``. Raises PluginError or ConfigError."""
-    from suimon.gateway.plugin_manager import load_plugins
-
-    if folder is None:
-        return load_plugins(names)
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"plugins_dir {folder}: is not a folder")
-    sys.path.insert(0, str(path.resolve()))
-    return load_plugins([*names, *(file.stem for file in sorted(path.glob("*.py")))])
 
 
 def _models(arguments: argparse.Namespace) -> int:

@@ -64,6 +64,10 @@ class Telemetry:
         self._providers.registry.register(self.inter_token)
         self._observe_load(meter)
 
+    def install(self) -> None:
+        """Make this the process's tracer provider, so that spans made elsewhere in it go the same way. Once."""
+        trace.set_tracer_provider(self._providers.tracer)
+
     def observe_backends(self, backends: Backends) -> None:
         """Read the gauges from these backends, by model name, from now on."""
         self._backends = backends

@@ -1,0 +1,86 @@
+"""``suimon serve``: from settings to a ready line.
+
+Knows how the parts fit together and what the operator reads; the parts themselves know nothing of each other's making.
+The port is taken first, so that a wrong one is known before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from suimon.gateway import logs
+from suimon.gateway.config import ConfigError, Settings
+from suimon.gateway.plugin_manager import PluginManager, load_plugins
+from suimon.gateway.server import Server, base_url, listen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pluggy import HookImpl
+
+    from suimon.gateway.app import Gateway
+
+logger = logging.getLogger("suimon.serve")
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal; the exit status. Raises ConfigError, PluginError, or what kept a model from loading."""
+    began = time.monotonic()
+    logs.configure(settings.log_level, settings.log_format, access=settings.access_log)
+    with listen(settings.host, settings.port) as listener:
+        plugins = load_named(settings.plugins, settings.plugins_dir)
+        if settings.trace_plugins:
+            _trace(plugins)
+        return asyncio.run(_serve(settings, plugins, listener, began))
+
+
+async def _serve(settings: Settings, plugins: PluginManager, listener: socket.socket, began: float) -> int:
+    from suimon.gateway.app import create_app
+
+    app = create_app(settings, plugins)
+    gateway: Gateway = app.state.gateway
+    gateway.telemetry.install()
+
+    async def loaded() -> None:
+        await gateway.loaded()
+        print(await _ready_lines(gateway, base_url(listener), time.monotonic() - began), flush=True)
+
+    server = Server(app, settings, listener=listener, drain=gateway.drain, telemetry=gateway.telemetry)
+    return await server.run(loaded)
+
+
+async def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
+    """What each backend says of itself, then the line that says where it is."""
+    served = gateway.router.served
+    told = [(name, (await each.health()).detail) for name, each in served.items()]
+    lines = [f"{name}: {detail}" for name, detail in told if detail]
+    noun = "model" if len(served) == 1 else "models"
+    lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")
+    return "\n".join(lines)
+
+
+def load_named(names: Sequence[str], folder: str | None = None) -> PluginManager:
+    """All plugins, those the operator named, and every ``*.py`` of ``folder``. Raises PluginError or ConfigError."""
+    if folder is None:
+        return load_plugins(names)
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"plugins_dir {folder}: is not a folder")
+    sys.path.insert(0, str(path.resolve()))
+    return load_plugins([*names, *(file.stem for file in sorted(path.glob("*.py")))])
+
+
+def _trace(plugins: PluginManager) -> None:
+    """Log every call of a hook with its arguments' names; values may hold prompts."""
+
+    def before(hook: str, implementations: Sequence[HookImpl], arguments: Mapping[str, Any]) -> None:
+        names = [implementation.plugin_name for implementation in implementations]
+        logger.info("hook %s(%s) calls %s", hook, ", ".join(arguments), names)
+
+    plugins.add_hookcall_monitoring(before, lambda *result: None)
