@@ -18,6 +18,7 @@ from suimon.core_engine.errors import EngineError
 from suimon.core_engine.framing import frame
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampling_params import SamplingParams
+from suimon.core_engine.sequence import Timing
 from suimon.core_engine.stats import EngineStats
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -60,11 +61,17 @@ class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
     index: int | None = None
 
 
+class EndTokens(msgspec.Struct, tag="end_tokens", frozen=True):
+    """Further ids that end an answer: those the tokenizer's files name, beside the checkpoint's own."""
+
+    token_ids: list[TokenId]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End now: what still runs is dropped."""
 
 
-ToEngine = Configure | AddRequest | AbortRequest | Shutdown
+ToEngine = Configure | AddRequest | AbortRequest | EndTokens | Shutdown
 
 
 # --- engine to client -------------------------------------------------------------------------------------------------
@@ -96,16 +103,11 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     kind: str
 
 
-class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
-    """When a sequence was queued, first scheduled, and had its first token; 0.0 for what has not happened."""
-
-    queued: float = 0.0
-    scheduled: float = 0.0
-    first_token: float = 0.0
-
-
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step's new tokens of one choice. The last one has ``times``, and ``error`` if it failed."""
+    """One step's new tokens of one choice. ``timing`` comes with the first and the last.
+
+    ``error`` fails the whole request; ``error_kind`` is its class among ours, or another name.
+    """
 
     request_id: str
     index: int
@@ -116,7 +118,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     error_kind: str = ""
-    times: RequestTimes | None = None
+    timing: Timing | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", frozen=True):
