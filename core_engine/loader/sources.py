@@ -98,11 +98,10 @@ def _from_pypi(text: str, cache_dir: Path | None, progress: bool, note: str = ""
 def _local(spec: str) -> Path | None:
     try:
         path = Path(spec).expanduser()
-        if path.exists():
-            return path
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte, too long, an unknown ~user
-        raise ModelLoadError(f"model {spec[:200]!r}: not a usable path: {error}") from error
-    return None
+        return path if spec and path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, an unknown ~user
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ModelLoadError(f"model {spec[:200]!r}: not a usable path: {problem}") from error
 
 
 def _from_hub(spec: str, progress: bool) -> Path:

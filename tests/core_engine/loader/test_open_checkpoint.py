@@ -1,0 +1,61 @@
+"""Which format a path is, and what is said when it is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
+from suimon.core_engine.loader import open_checkpoint
+from suimon.core_engine.loader.gguf_checkpoint import GGUFCheckpoint
+
+
+def test_folder_with_one_gguf_is_that_file(demo_gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(demo_gguf)
+    (tmp_path / "README.md").write_text("a model")
+    checkpoint = open_checkpoint(tmp_path)
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    assert checkpoint.path == tmp_path / "model.gguf"
+
+
+def test_folder_with_several_gguf_files_asks_which(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadError, match=r"several GGUF files; name one of them: a\.gguf, b\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_pickled_weights_are_refused_and_never_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).symlink_to(tmp_path / "opened.fifo")
+    os.mkfifo(tmp_path / "opened.fifo")  # a reader would wait for ever
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedModelError, match=f"{name}: pickled weights are not read"):
+            open_checkpoint(path)
+
+
+def test_folder_with_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"looked for model\.safetensors\.index\.json .* \.gguf file"):
+        open_checkpoint(tmp_path)
+
+
+def test_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "nothing")
+
+
+def test_other_file_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a model, but longer than a header")
+    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+        open_checkpoint(tmp_path / "notes.txt")
+
+
+def test_several_loose_safetensors_files_are_not_guessed_at(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("one.safetensors", "two.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadError, match=r"not exactly one .* \(one\.safetensors, two\.safetensors\)"):
+        open_checkpoint(tmp_path)
