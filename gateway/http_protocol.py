@@ -118,10 +118,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete and accepted: the application starts."""
         self._silent = self._body_bytes = 0
-        self._phase = "body"
         self._body_started = self._body_last = self.loop.time()
-        self._start_clock(self.settings.body_timeout, self._check_body_pace)
         super().on_headers_complete()
+        self._phase = "body"
+        self._start_clock(self.settings.body_timeout, self._check_body_pace)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body, counted also where the application has answered without reading it."""
@@ -242,14 +242,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_clock(LINGER, self.transport.abort)
 
     def _detach_application(self) -> bool:
-        """Tell a running application that its client left; True if an answer was under way or another is due first."""
-        cycle = self.cycle
+        """Tell a running application that its client left; True where a refusal could not be told from its answer."""
+        cycle, in_body = self.cycle, self._phase == "body"
         if cycle is None or cycle.response_complete:
-            return False
-        earlier = self._phase != "body" or bool(self.pipeline)
+            return in_body  # this very request is answered already
         cycle.disconnected = True
         cycle.message_event.set()
-        return cycle.response_started or earlier
+        return cycle.response_started or not in_body or bool(self.pipeline)
 
 
 def limited_protocol(settings: Settings) -> type[LimitedProtocol]:

@@ -86,7 +86,7 @@ class Server:
         """
         _raise_file_limit(self._settings.max_connections)
         with self._handled_signals():
-            loading = asyncio.ensure_future(loaded())
+            loading = asyncio.create_task(self._load(loaded))
             loading.add_done_callback(self._loaded)
             try:
                 await self._uvicorn.serve(sockets=[self._listener])
@@ -98,6 +98,11 @@ class Server:
         if not loading.cancelled():
             loading.result()
         return self._status
+
+    async def _load(self, loaded: Callable[[], Awaitable[None]]) -> None:
+        """Nothing is ready before the port answers."""
+        await self._uvicorn.listening.wait()
+        await loaded()
 
     def stop(self) -> None:
         """What a signal does: the first begins an orderly end, the second makes it quick, the third is the end."""
@@ -147,6 +152,14 @@ class Server:
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn's server without its signal handling, which would re-raise the signal after the end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
