@@ -299,6 +299,10 @@ class Backend(ABC):
         """How busy it is now."""
         return Load()
 
+    def describe(self) -> Sequence[str]:
+        """Lines for the operator, asked for once it has started: what it chose where it was left the choice."""
+        return ()
+
 
 async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterator[Delta]:
     """Run a blocking generator in a thread of its own and yield what it yields, at the reader's pace.

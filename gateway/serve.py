@@ -49,17 +49,16 @@ async def _serve(settings: Settings, plugins: PluginManager, listener: socket.so
 
     async def loaded() -> None:
         await gateway.loaded()
-        print(await _ready_lines(gateway, base_url(listener), time.monotonic() - began), flush=True)
+        print(_ready_lines(gateway, base_url(listener), time.monotonic() - began), flush=True)
 
     server = Server(app, settings, listener=listener, drain=gateway.drain, telemetry=gateway.telemetry)
     return await server.run(loaded)
 
 
-async def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
-    """What each backend says of itself, then the line that says where it is."""
+def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
+    """What each backend chose, then the line that says where it is."""
     served = gateway.router.served
-    told = [(name, (await each.health()).detail) for name, each in served.items()]
-    lines = [f"{name}: {detail}" for name, detail in told if detail]
+    lines = [f"{name}: {line}" for name, each in served.items() for line in each.backend.describe()]
     noun = "model" if len(served) == 1 else "models"
     lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")
     return "\n".join(lines)
