@@ -115,7 +115,7 @@ class _Vocabulary:
             self.fail(f"{_PREFIX}merges is missing")
         if any(merge.count(" ") != 1 for merge in merges):
             self.fail(f"{_PREFIX}merges has an entry that is not two tokens with a space between them")
-        flat = " ".join(merges).split(" ")
+        flat = " ".join(merges).split(" ") if merges else []
         return list(zip(flat[::2], flat[1::2], strict=True))
 
 

@@ -80,7 +80,7 @@ def _normalizers(options: SpmOptions) -> list[Normalizer]:
     if options.charsmap:
         steps.append(normalizers.Precompiled(options.charsmap))
     if options.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if options.add_space_prefix:
         steps.append(normalizers.Prepend(SPACE))
     return [*steps, normalizers.Replace(" ", SPACE)]

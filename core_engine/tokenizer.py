@@ -68,7 +68,10 @@ class Tokenizer:
         Raises ContextLengthError for more than ``max_chars`` characters, before any work is done on them, and
         InvalidRequestError for text that cannot be UTF-8.
         """
-        check_text(text, max_chars)
+        check_text(text, max_chars, "prompt")
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(
@@ -76,7 +79,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """``encode`` of each text."""
         for text in texts:
-            check_text(text, max_chars)
+            check_text(text, max_chars, "prompt")
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -86,15 +89,17 @@ class Tokenizer:
         The template writes its own special tokens, so none are added; only where it did not begin with BOS and the
         tokenizer begins every prompt with it, BOS is put in front.
         """
-        ids = self.encode(text, add_special_tokens=False, max_chars=max_chars)
+        check_text(text, max_chars, "messages")
+        ids = self._encode(text, add_special_tokens=False)
         if self.add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD. Ids that the vocabulary lacks give nothing."""
-        for index in ids:
-            check_id(index)
+        if ids:
+            check_id(min(ids))
+            check_id(max(ids))
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, index: int) -> str:
@@ -133,23 +138,22 @@ class Tokenizer:
         return 3 * self._longest_token * max_model_len
 
 
-def check_text(text: str, max_chars: int | None = None) -> None:
+def check_text(text: str, max_chars: int | None, param: str) -> None:
     """Raise ContextLengthError if ``text`` is longer than ``max_chars``, InvalidRequestError if it is not Unicode."""
     if max_chars is not None and len(text) > max_chars:
-        raise ContextLengthError(
-            f"the prompt has {len(text)} characters, and the model's context holds at most {max_chars} of them"
-        )
+        message = f"the {param} has {len(text)} characters, and the model's context holds at most {max_chars}"
+        raise ContextLengthError(message, param=param)
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        message = f"the prompt has half of a surrogate pair at character {error.start}, which is no Unicode text"
-        raise InvalidRequestError(message, param="messages") from error
+        message = f"the {param} has half of a surrogate pair at character {error.start}, which is no Unicode text"
+        raise InvalidRequestError(message, param=param) from error
 
 
 def check_id(index: int) -> None:
     """Raise InvalidRequestError for a number that can be no token id of any vocabulary."""
     if not 0 <= index < _ID_LIMIT:
-        raise InvalidRequestError(f"{index} is no token id: ids begin at 0", param="tokens")
+        raise InvalidRequestError(f"{index} is no token id", param="tokens")
 
 
 # GPT-2 writes each byte as one printable character: itself where it is printable, else the next code point from 256 on.
