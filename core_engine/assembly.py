@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.config import NATIVE_EXECUTOR, EngineConfig
 from suimon.core_engine.engine import Engine
 from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.executor import ForwardExecutor
 from suimon.core_engine.loader.checkpoint import Checkpoint
 
 UNLIMITED = sys.maxsize  # whoever feeds the engine has its own limit, which counts what runs as well as what waits
@@ -47,8 +49,17 @@ def _build_native(config: EngineConfig, model_path: str) -> BuiltEngine:
     checkpoint = open_checkpoint(Path(model_path))
     runner = ModelRunner.load(config, checkpoint)
     resolved = replace(config, max_num_batched_tokens=runner.plan.max_num_batched_tokens)
+    _warm_up(runner)
     engine = Engine(runner, resolved, end_tokens(checkpoint), model_version=checkpoint.content_hash)
     return BuiltEngine(engine, tuple(runner.plan.describe().splitlines()))
+
+
+def _warm_up(executor: ForwardExecutor) -> None:
+    """Put one token through the model: what compiles or maps memory at first use does so while loading, not serving.
+
+    It is written to a slot of a block that nobody holds, and will be overwritten before it is read.
+    """
+    executor.forward(ScheduledBatch(0, [ScheduledSequence(0, [0], 0, [0])]))
 
 
 def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:

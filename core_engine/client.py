@@ -202,8 +202,10 @@ class EngineClient:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # its reader left; the abort is on its way
-            stream.push(output)
-            if output.error is not None:
+            if output.error is None:
+                stream.push(output)
+            else:
+                stream.open_choices.discard(output.index)
                 stream.fail(_request_error(output))
 
     def engine_died(self, reason: str) -> None:

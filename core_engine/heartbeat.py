@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOADING, READY, COMPILING, STEPPING = "loading", "ready", "compiling", "stepping"
+LOADING, READY, STEPPING = "loading", "ready", "stepping"
 EXIT_ORPHANED = 70
 
 

@@ -78,7 +78,7 @@ ToEngine = Configure | AddRequest | AbortRequest | EndTokens | Shutdown
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
-    """The process lives. ``state`` is loading, ready, compiling or stepping, since the time ``since``."""
+    """The process lives. ``state`` is loading, ready or stepping, since the time ``since``."""
 
     state: str
     since: float

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from suimon.core_engine.errors import EngineError
 from suimon.core_engine.framing import FrameReader, FramingError
-from suimon.core_engine.heartbeat import COMPILING, LOADING, READY, STEPPING, HeartbeatThread
+from suimon.core_engine.heartbeat import LOADING, READY, STEPPING, HeartbeatThread
 from suimon.core_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -116,7 +116,6 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._heartbeat = heartbeat
-        self._has_stepped = False
 
     def run(self) -> None:
         """Return on Shutdown; raise as ``Inbox.receive`` does, and what a failed step raised."""
@@ -167,10 +166,8 @@ class EngineLoop:
         return []
 
     def _step(self) -> list[SequenceOutput]:
-        # The first step may compile kernels, which is allowed to take as long as loading.
-        with self._heartbeat.during(STEPPING if self._has_stepped else COMPILING):
+        with self._heartbeat.during(STEPPING):
             outputs = self._engine.step()
-        self._has_stepped = True
         return [_sequence_output(output) for output in outputs]
 
 

@@ -2,7 +2,7 @@
 
 Knows processes, heartbeats and back-off; knows nothing of requests, which its listener replays or fails. A hang is one
 of two things: no heartbeat for ``heartbeat_timeout`` (a stopped process), or a live process that has been in one step
-for longer than ``step_timeout`` - while ``load_timeout`` is what loading and a first, compiling step may take.
+for longer than ``step_timeout``; loading, which includes compiling whatever the first step needs, has ``load_timeout``.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class EngineSupervisor:
                 self._engine.send(Shutdown())
                 await asyncio.wait({self._engine.closed}, timeout=STOP_TIMEOUT)
             await self._engine.bury()
+            self._engine = None
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineUnavailableError("the engine was stopped while it was loading"))
             self._started.exception()  # nobody need be waiting for it
@@ -134,7 +135,6 @@ class EngineSupervisor:
             self._declare_dead(self._failure.message if self._failure else reason)
             if self.state == "failed":
                 return
-            self._engine = None
             await asyncio.sleep(self._delay())
 
     async def _run_engine(self) -> str:
@@ -150,7 +150,9 @@ class EngineSupervisor:
         engine.send(Configure(config=self._config, model_path=self._model_path))
         self._configured_at = time.monotonic()
         reason = await self._watch(engine, closed)
-        return f"{reason}, {await engine.bury()}"
+        ending = await engine.bury()
+        self._engine = None
+        return f"{reason}, {ending}"
 
     async def _watch(self, engine: EngineProcess, closed: asyncio.Future[str]) -> str:
         """Return when ``engine`` is dead or hung, with the reason."""
