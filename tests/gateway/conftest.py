@@ -9,11 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import uvicorn
+
 from suimon.gateway import app as gateway_app
 from suimon.gateway.access import AccessLayer
 from suimon.gateway.config import Settings
@@ -116,7 +117,9 @@ class ScriptedBackend(Backend):
 class Running:
     """A server that runs: where, and what is inside."""
 
-    def __init__(self, app: Any, port: int, backends: Sequence[Any]) -> None:
+    def __init__(self, app: Any, port: int, backends: Sequence[Any], server: uvicorn.Server) -> None:
+        self.uvicorn = server
+        self.loop: asyncio.AbstractEventLoop
         self.app = app
         self.port = port
         self.backend = backends[0]
@@ -230,9 +233,14 @@ def running_server(
     )
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    found = Running(app, listener.getsockname()[1], backends, server)
+
+    async def live() -> None:
+        found.loop = asyncio.get_running_loop()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
     thread.start()
-    found = Running(app, listener.getsockname()[1], backends)
     try:
         wait_until(lambda: server.started or not thread.is_alive(), "the server's start")
         if ready:
@@ -252,8 +260,13 @@ def scripted() -> type[ScriptedBackend]:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Running]]:
     """``serve(*backends, **settings)``: a Running that lives as long as the test."""
-    from contextlib import ExitStack
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(running_server(*args, **kwargs))
 
+
+@pytest.fixture(scope="module")
+def serve_module() -> Iterator[Callable[..., Running]]:
+    """The same for servers that a module's tests share."""
     with ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(running_server(*args, **kwargs))
 
