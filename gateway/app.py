@@ -22,8 +22,7 @@ from suimon.gateway.auth import AUTH, CLASSES, KEY, PUBLIC, Authenticator, is_pu
 from suimon.gateway.config import ConfigError
 from suimon.gateway.drain import Drain
 from suimon.gateway.generation import Generator
-from suimon.gateway.hookspecs import BackendError
-from suimon.gateway.openai.errors import INTERNAL, wire_error
+from suimon.gateway.openai.errors import INTERNAL, WireError, wire_error
 from suimon.gateway.plugin_manager import PluginManager
 from suimon.gateway.router import Router
 from suimon.gateway.routes import ROUTES
@@ -112,7 +111,7 @@ class GatewayApp(Litestar):
         if scope["type"] == "http" and not self._is_open(scope):
             try:
                 scope.setdefault("state", {})["tenant"] = self._authenticator.tenant(scope["headers"])
-            except BackendError as error:
+            except Exception as error:  # a plugin's too: whoever cannot be checked stays outside
                 await self._refuse(scope, send, error)
                 return
         await super().__call__(scope, receive, send)
@@ -124,8 +123,8 @@ class GatewayApp(Litestar):
         """Browsers send no key with it. CORS, when on, answers every such request itself."""
         return self.cors_config is not None and scope["method"] == "OPTIONS" and _origin(scope) is not None
 
-    async def _refuse(self, scope: Any, send: Send, error: BackendError) -> None:
-        wire = wire_error(error)
+    async def _refuse(self, scope: Any, send: Send, error: Exception) -> None:
+        wire = explain(scope, error)
         headers = wire.headers | {"content-length": str(len(wire.body))} | self._cors_headers(scope)
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": wire.status, "headers": encoded})
@@ -147,14 +146,13 @@ def _origin(scope: Any) -> str | None:
 
 
 def public_paths(app: Litestar) -> frozenset[bytes]:
-    """The paths that need no key. Raises ConfigError for a route that does not state its class."""
-    public = set()
+    """The paths all of whose handlers need no key. Raises ConfigError for a route that does not state its class."""
+    paths: dict[str, set[bytes]] = {name: set() for name in CLASSES}
     for path, handler in route_table(app):
         if handler.opt.get(AUTH) not in CLASSES:
             raise ConfigError(f"route {path} must state opt={{{AUTH!r}: ...}}, one of {', '.join(CLASSES)}")
-        if handler.opt[AUTH] == PUBLIC:
-            public.add(path.encode())
-    return frozenset(public)
+        paths[handler.opt[AUTH]].add(path.encode())
+    return frozenset(paths[PUBLIC] - paths[KEY])
 
 
 def route_table(app: Litestar) -> Iterator[tuple[str, BaseRouteHandler]]:
@@ -166,11 +164,17 @@ def route_table(app: Litestar) -> Iterator[tuple[str, BaseRouteHandler]]:
                 yield route.path, handler
 
 
-def handle_exception(request: Any, error: Exception) -> Response[bytes]:
-    """The one place where an exception becomes an HTTP answer."""
+def explain(scope: Any, error: Exception) -> WireError:
+    """What the client may know of an error; what it may not is logged."""
     wire = wire_error(error)
     if wire is INTERNAL:
-        log.error("%s %s failed", request.method, request.scope["path"][:200], exc_info=error)
+        log.error("%s %s failed", scope["method"], scope["path"][:200], exc_info=error)
+    return wire
+
+
+def handle_exception(request: Any, error: Exception) -> Response[bytes]:
+    """The one place where an exception becomes an HTTP answer."""
+    wire = explain(request.scope, error)
     headers = wire.headers
     allow = (getattr(error, "headers", None) or {}).get("Allow")
     if allow:

@@ -37,16 +37,13 @@ class PluginManager(pluggy.PluginManager):
         """Import module ``name`` and register it, once. Raises PluginError."""
         plugin = self.get_plugin(name)
         if plugin is None:
-            plugin = self._import(name, point)
-            self.register(plugin, name)
+            try:
+                plugin = importlib.import_module(name) if point is None else point.load()
+                self.register(plugin, name)
+            except Exception as error:
+                raise PluginError(f"plugin {_origin(name, point)} cannot be loaded: {describe(error)}") from error
         if named and plugin not in self.named:
             self.named.append(plugin)
-
-    def _import(self, name: str, point: EntryPoint | None) -> Any:
-        try:
-            return importlib.import_module(name) if point is None else point.load()
-        except Exception as error:
-            raise PluginError(f"plugin {_origin(name, point)} cannot be loaded: {describe(error)}") from error
 
     def check(self) -> None:
         """Raise PluginError if a plugin implements a hook that does not exist, or with other arguments."""
@@ -74,13 +71,13 @@ def load_plugins(named: Iterable[str] = (), *, built_in: Iterable[str] = BUILT_I
     """
     manager = PluginManager()
     wanted = [*named, *(name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip())]
-    installed = {point.name: point for point in entry_points(group=GROUP)}
+    installed = list(entry_points(group=GROUP))
     for name in built_in:
         manager.load(name)
-    for point in installed.values():
+    for point in installed:
         manager.load(point.value, named=point.name in wanted, point=point)
     for name in wanted:
-        if name not in installed:
+        if name not in {point.name for point in installed}:
             manager.load(name, named=True)
     manager.check()
     return manager

@@ -70,9 +70,8 @@ class Served:
     def check(self, request: GenerateRequest) -> None:
         """Raise unless the backend is there and honours what the request asks for."""
         if not self.started:
-            raise BackendUnavailable(
-                f"The model {request.model!r} is loading.", param="model", retry_after=LOADING_RETRY_AFTER
-            )
+            what = "is loading" if self.failure is None else "could not be loaded"
+            raise BackendUnavailable(f"The model {request.model!r} {what}.", retry_after=LOADING_RETRY_AFTER)
         for field, what in _unsupported(self.backend, request):
             raise InvalidRequest(
                 f"{field}: the backend of model {request.model!r} does not support {what}", param=field
