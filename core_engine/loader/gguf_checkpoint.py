@@ -32,7 +32,9 @@ class GGUFCheckpoint:
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), self.header.size, access=mmap.ACCESS_COPY)
         self._by_name = self._rename()
-        tables = {name: self._decode(info, torch.float32).tolist() for name, info in self._rope_tables().items()}
+        tables = {
+            name: self._decode(info, torch.float32).flatten().tolist() for name, info in self._rope_tables().items()
+        }
         self.config: Mapping[str, Any] = translate_config(self.header, tables)
         self.generation_config: Mapping[str, Any] = translate_generation_config(self.header)
 
@@ -53,6 +55,10 @@ class GGUFCheckpoint:
             return (self._decode(info, torch.float32) - self._architecture.norm_offset).to(dtype)
         tensor = self._decode(info, dtype)
         heads = self._permuted_heads(name)
+        if heads and tensor.shape[0] % (2 * heads):
+            raise ModelLoadError(
+                f"{self.path}: tensor {info.name!r} of {info.shape} does not divide into {heads} heads"
+            )
         return unpermute(tensor, heads) if heads else tensor
 
     def _rename(self) -> dict[str, GGUFTensorInfo]:

@@ -34,6 +34,11 @@ _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 _END_TOKENS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
+_SPECIAL_TOKENS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
 _CONTROL = 3  # tokenizer.ggml.token_type
 _FLOAT_DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -41,13 +46,14 @@ _FLOAT_DTYPES = {"F32": "float32", "F16": "float16"}
 def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
     """Raises UnsupportedModelError naming the architecture and those that are read."""
     name = header.metadata.get("general.architecture")
-    if header.metadata.get("split.count", 1) != 1:
+    parts = header.metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
         raise UnsupportedModelError(
             f"{header.path}: one part of a split GGUF file; merge its parts into one file first"
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModelError(f"{header.path}: GGUF architecture {name!r} is not read; these are: {known}")
+        raise UnsupportedModelError(f"{header.path}: GGUF architecture {name!r:.60} is not read; these are: {known}")
     return ARCHITECTURES[name]
 
 
@@ -56,7 +62,7 @@ def translate_config(header: GGUFHeader, rope_tables: Mapping[str, list[float]])
 
     Raises ModelLoadError naming the metadata key that is missing or impossible, and UnsupportedModelError.
     """
-    metadata, architecture = _Metadata(header), architecture_of(header)
+    architecture, metadata = architecture_of(header), _Metadata(header)
     if metadata.number("expert_count", 0):
         raise UnsupportedModelError(f"{header.path}: mixture-of-experts GGUF files are not read yet")
     config = {
@@ -66,22 +72,41 @@ def translate_config(header: GGUFHeader, rope_tables: Mapping[str, list[float]])
         **_shape(metadata, header),
         **_activation(architecture),
         **_biases(header),
-        **_token_ids(header.metadata),
+        **_special_tokens(header),
     }
     config["rope_parameters"] = _rope_parameters(metadata, config["head_dim"], rope_tables)
     return _FAMILIES.get(metadata.architecture, _plain)(config, metadata, architecture)
 
 
 def translate_generation_config(header: GGUFHeader) -> dict[str, Any]:
-    """The keys of generation_config.json: the ids that begin, end and pad; ``eos_token_id`` is always a list."""
-    metadata = header.metadata
+    """The keys of generation_config.json: the ids that begin, end and pad; ``eos_token_id`` is always a list.
+
+    Raises ModelLoadError for an id that is none.
+    """
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ends = [int(metadata[key]) for key in keys if key in metadata]
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    controls = np.flatnonzero(np.asarray(types) == _CONTROL).tolist()
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    ends += [index for index in controls if index < len(tokens) and tokens[index] in _END_TOKENS]
-    return {**_token_ids(metadata), "eos_token_id": list(dict.fromkeys(ends))}
+    ends = [*_token_ids(header, keys).values(), *_control_end_tokens(header.metadata)]
+    return {**_special_tokens(header), "eos_token_id": list(dict.fromkeys(ends))}
+
+
+def _special_tokens(header: GGUFHeader) -> dict[str, int]:
+    ids = _token_ids(header, tuple(_SPECIAL_TOKENS.values()))
+    return {name: ids[key] for name, key in _SPECIAL_TOKENS.items() if key in ids}
+
+
+def _token_ids(header: GGUFHeader, keys: tuple[str, ...]) -> dict[str, int]:
+    ids = {key: header.metadata[key] for key in keys if key in header.metadata}
+    for key, value in ids.items():
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise ModelLoadError(f"{header.path}: metadata {key} is {value!r:.40}, expected a token id")
+    return ids
+
+
+def _control_end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, np.ndarray):
+        return []  # no vocabulary here: the tokenizer's loader says what is wrong with it
+    controls = np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist()
+    return [index for index in controls if tokens[index] in _END_TOKENS]
 
 
 class _Metadata:
@@ -97,6 +122,12 @@ class _Metadata:
 
     def raw(self, key: str) -> Any:
         return self._header.metadata.get(f"{self.architecture}.{key}")
+
+    def text(self, key: str, default: str) -> str:
+        value = self.raw(key) if self.has(key) else default
+        if not isinstance(value, str):
+            raise ModelLoadError(f"{self.path}: metadata {self.architecture}.{key} is {value!r:.40}, expected text")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw(key) if self.has(key) else default
@@ -167,15 +198,6 @@ def _biases(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {
-        "bos_token_id": "tokenizer.ggml.bos_token_id",
-        "eos_token_id": "tokenizer.ggml.eos_token_id",
-        "pad_token_id": "tokenizer.ggml.padding_token_id",
-    }
-    return {name: int(metadata[key]) for name, key in keys.items() if key in metadata}
-
-
 def _rope_parameters(metadata: _Metadata, head_dim: int, tables: Mapping[str, list[float]]) -> dict[str, Any]:
     parameters = {**_rope_scaling(metadata, tables), "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     rotary_dim = metadata.count("rope.dimension_count", head_dim)
@@ -192,7 +214,7 @@ def _rope_scaling(metadata: _Metadata, tables: Mapping[str, list[float]]) -> dic
             "short_factor": tables[SHORT_ROPE_FACTORS],
             "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length"),
         }
-    kind = metadata.raw("rope.scaling.type") or "none"
+    kind = metadata.text("rope.scaling.type", "none")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
     if kind == "none" and not metadata.has("rope.scale_linear"):
         return {"rope_type": "default"}

@@ -5,7 +5,9 @@ The oracle for names is the gguf package's table; for the config, that transform
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
 from suimon.core_engine.loader import open_checkpoint
+from suimon.core_engine.loader.gguf import read_header
 from suimon.core_engine.loader.gguf_checkpoint import GGUFCheckpoint
+from suimon.core_engine.loader.gguf_config import translate_config, translate_generation_config
 
 SIZES = {
     "vocab_size": 96,
@@ -320,6 +324,13 @@ def test_unknown_architecture_is_refused_with_the_list(llama_gguf: Path, tmp_pat
         open_checkpoint(patched(llama_gguf, tmp_path, key + b"llama", key + b"mamba"))
 
 
+def test_rows_that_are_no_heads_are_an_error(llama_gguf: Path, tmp_path: Path) -> None:
+    key = b"llama.attention.head_count\x04\0\0\0"
+    checkpoint = open_checkpoint(patched(llama_gguf, tmp_path, key + b"\x04", key + b"\x05"))
+    with pytest.raises(ModelLoadError, match=r"'blk\.0\.attn_q\.weight' of \(128, 64\) does not divide into 5 heads"):
+        checkpoint.tensor("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+
 def test_missing_key_is_named(llama_gguf: Path, tmp_path: Path) -> None:
     path = patched(llama_gguf, tmp_path, b"llama.embedding_length", b"llama.embedding_lengtX")
     with pytest.raises(ModelLoadError, match=r"patched\.gguf: metadata llama\.embedding_length is missing"):
@@ -354,3 +365,29 @@ def test_content_hash_follows_the_content(llama_gguf: Path, tmp_path: Path) -> N
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     assert open_checkpoint(copy).content_hash != open_checkpoint(llama_gguf).content_hash
+
+
+WRONG_VALUES: dict[str, Any] = {
+    "negative": -1,
+    "zero": 0,
+    "huge": 2**62,
+    "not a number": math.nan,
+    "text": "many",
+    "flag": True,
+    "numbers": np.array([1, 2], np.int32),
+    "strings": ["a", "b"],
+}
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES.values(), ids=WRONG_VALUES)
+@pytest.mark.parametrize("case", ["gemma3", "llama yarn"])
+def test_wrong_metadata_is_an_error_or_taken_as_it_is(case: str, value: Any, tmp_path: Path) -> None:
+    architecture, model_type, config = CASES[case]
+    header = read_header(write_gguf(tmp_path / "model.gguf", architecture, make_model(model_type, config)))
+    optional = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.token_type", "tokenizer.ggml.tokens", "split.count")
+    optional += (f"{architecture}.attention.sliding_window_pattern", f"{architecture}.rope.freq_base_swa")
+    for key in (*header.metadata, *optional):
+        damaged = replace(header, metadata={**header.metadata, key: value})
+        with contextlib.suppress(ModelLoadError):
+            assert translate_config(damaged, {})["num_hidden_layers"] <= len(header.tensors)
+            assert all(type(token) is int for token in translate_generation_config(damaged)["eos_token_id"])
