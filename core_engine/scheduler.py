@@ -224,8 +224,8 @@ class Scheduler:
             if plan.budget == 0:
                 return
             # Those before it in this loop may have preempted it.
-            ready = sequence.status is Status.RUNNING and sequence.num_to_schedule > 0 and not sequence.is_ended
-            if ready and plan.admits(sequence.adapter) and self._secure_blocks(sequence, plan.budget):
+            is_ready = sequence.status is Status.RUNNING and sequence.wants_tokens
+            if is_ready and plan.admits(sequence.adapter) and self._secure_blocks(sequence, plan.budget):
                 self._take(sequence, plan)
 
     def _secure_blocks(self, sequence: Sequence, budget: int) -> bool:

@@ -39,7 +39,7 @@ class Timing:
     finished: float | None = None
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Sequence:
     """See the module's drawing. ``max_tokens`` is resolved: what the request asked for, within the context.
 
@@ -86,6 +86,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
+    def __repr__(self) -> str:
+        """Without the tokens: what people wrote does not belong in logs."""
+        counts = f"{self.num_computed_tokens} of {self.num_prompt_tokens}+{self.num_output_tokens} tokens"
+        return f"<sequence {self.seq_id}: {self.request_id}/{self.index}, {counts} computed, {self.status.value}>"
+
     @property
     def arrival(self) -> float:
         return self.timing.arrival
@@ -112,6 +117,11 @@ class Sequence:
     def num_to_schedule(self) -> int:
         """Tokens that are known but not submitted. 0 or less while a sampled token is being waited for."""
         return self.num_tokens - self.num_scheduled_tokens
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether a step would bring it on. Not while it only waits for its batches in flight, to end or to restart."""
+        return self.num_to_schedule > 0 and not self.is_ended and not self.out_of_slots
 
     @property
     def is_prompt_computed(self) -> bool:

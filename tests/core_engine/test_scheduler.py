@@ -440,9 +440,12 @@ def test_a_chunk_lost_for_lack_of_slots_spoils_the_next_one_too(build: ModuleTyp
     assert (shape(first), shape(second)) == ([(2, 0, 4, 1), (1, 0, 4, 0)], [(1, 4, 8, 0)])
     scheduler.update(first, results(first, s1=SequenceResult(out_of_slots=True)))
     assert scheduler.num_preemptions == 0
+    third = scheduler.schedule()
+    assert shape(third) == [(2, 4, 1, 1)], "nothing more of 1 before what is in flight is back"
     assert finish(scheduler, second) == []
     assert scheduler.num_preemptions == 1
-    assert shape(scheduler.schedule()) == [(2, 4, 1, 1)], "one seat, until somebody has left"
+    finish(scheduler, third)
+    assert shape(scheduler.schedule()) == [(2, 5, 1, 1)], "one seat, until somebody has left"
 
 
 # --- abort ---

@@ -42,3 +42,8 @@ def test_a_new_sequence_waits_and_is_not_ended(build: ModuleType) -> None:
     assert (sequence.arrival, sequence.priority) == (2.5, -1)
     sequence.finish_reason = "abort"
     assert sequence.is_ended
+
+
+def test_its_name_in_logs_does_not_spell_the_tokens(build: ModuleType) -> None:
+    sequence = build.make_sequence([27, 28, 26], 4)
+    assert repr(sequence) == "<sequence 4: r4/0, 0 of 3+0 tokens computed, waiting>"
