@@ -288,9 +288,22 @@ def _chunk_logprobs(group: _Group, tokens: torch.Tensor) -> list[tuple[float, in
     ones = torch.ones_like(group.best)
     total = sampling_ops.block_sums(sampling_ops.weights(group.logits, group.best, ones)).sum(-1)
     normaliser = (group.best + total.log()).unsqueeze(-1)
-    chosen = group.logits.gather(-1, tokens.unsqueeze(-1))
-    rank = sampling_ops.count_better(group.logits, chosen.squeeze(-1)) + 1
-    most = max(row.params.logprobs or 0 for row in group.rows)
-    values, ids = sampling_ops.largest(group.logits, group.maxima, min(most, group.vocab_size))
-    logprobs = (torch.cat((chosen.float(), values), -1) - normaliser).clamp_(MIN_LOGPROB, 0.0).tolist()
-    return [(line[0], r, i, line[1:]) for line, r, i in zip(logprobs, rank.tolist(), ids.tolist(), strict=True)]
+    chosen = group.logits.gather(-1, tokens.unsqueeze(-1)).float()
+    listed = max(row.params.logprobs or 1 for row in group.rows)
+    values, ids = sampling_ops.largest(group.logits, group.maxima, min(listed, group.vocab_size))
+    ranks = _ranks(group, chosen, values)
+    logprobs = (torch.cat((chosen, values), -1) - normaliser).clamp_(MIN_LOGPROB, 0.0).tolist()
+    return [
+        (line[0], rank, row_ids, line[1:]) for line, rank, row_ids in zip(logprobs, ranks, ids.tolist(), strict=True)
+    ]
+
+
+def _ranks(group: _Group, chosen: torch.Tensor, values: torch.Tensor) -> list[int]:
+    """1 + how many entries beat ``chosen`` (N, 1); whole rows are counted only where all listed ``values`` do."""
+    ranks: list[int] = ((values > chosen).sum(-1) + 1).tolist()
+    unlisted = [index for index, rank in enumerate(ranks) if rank > values.shape[-1]]
+    if unlisted:
+        counts = sampling_ops.count_better(group.select(unlisted).logits, chosen[unlisted, 0])
+        for index, count in zip(unlisted, counts.tolist(), strict=True):
+            ranks[index] = count + 1
+    return ranks
