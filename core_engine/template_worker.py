@@ -107,9 +107,19 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox: no attributes that begin with an underscore, nothing mutable, ranges up to 100,000.
+
+    Operators whose result can be far larger than what they are given are intercepted, which does nothing but keep
+    jinja2 from computing them while it compiles: a rendering has a deadline, and loading should not need one.
+    """
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+
 def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The sandbox: no attributes that begin with an underscore, nothing mutable, ranges up to 100,000."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    """The environment of every template."""
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols], cache_size=0
     )
     environment.filters["tojson"] = _tojson
@@ -134,7 +144,6 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str], max_chars: int) -> None:
         environment = make_environment()
         tree = environment.parse(source)
-        self._template = environment.from_string(source)
         self._variables = variables
         self._max_chars = max_chars
         read = jinja2.meta.find_undeclared_variables(tree)
@@ -145,6 +154,8 @@ class ChatTemplate:
         self.reads_parts = any(_is_content(loop.iter, names) for loop in tree.find_all(jinja2.nodes.For))
         tests = (test for test in tree.find_all(jinja2.nodes.Test) if test.name == "none")
         self.reads_null = any(_is_content(test.node, names) for test in tests)
+        code = environment.compile(tree)  # the last use of the tree: compiling changes it
+        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     def render(self, request: Mapping[str, Any]) -> str:
         """The prompt of a request frame. Raises RequestError, or what the template raises."""
