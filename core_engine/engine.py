@@ -18,6 +18,7 @@ from dataclasses import replace
 from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
+from suimon.core_engine.ending import resolve_max_tokens
 from suimon.core_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from suimon.core_engine.executor import ExecutorCapabilities, Pending, StepExecutor
 from suimon.core_engine.outputs import EngineOutput
@@ -204,7 +205,7 @@ class Engine:
             request_id=request_id,
             prompt_token_ids=prompt,
             params=params,
-            max_tokens=self.scheduler.resolve_max_tokens(len(prompt), params.max_tokens),
+            max_tokens=self.resolve_max_tokens(len(prompt), params.max_tokens),
             seed=seed,
             tenant=tenant,
             priority=priority,
@@ -218,6 +219,11 @@ class Engine:
         )
         self.scheduler.add(leader, [self._sibling(leader, index) for index in range(1, params.n)])
         self._num_prompt_tokens += len(prompt)
+
+    def resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """See ending.resolve_max_tokens, for this engine's limits."""
+        scheduler = self.scheduler
+        return resolve_max_tokens(num_prompt_tokens, max_tokens, scheduler.config.max_model_len, scheduler.blocks)
 
     def _check_request(
         self, prompt_token_ids: List[int], params: SamplingParams, adapter: str | None, adapter_hash: str | None

@@ -18,11 +18,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from suimon.core_engine.batch import CacheOp, CopyBlock, FreeSequence, ScheduledBatch, ScheduledSequence, TrimSequence
 from suimon.core_engine.block_manager import BlockManager
-from suimon.core_engine.errors import ContextLengthError, InvalidRequestError
+from suimon.core_engine.ending import fault_of, make_output, why_ended
+from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import SequenceResult, StepResult
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.request_queue import RequestQueue
@@ -108,32 +109,7 @@ class Scheduler:
         """Sequences that hold no memory, siblings that wait for their leader included."""
         return len(self.sequences) - len(self.running)
 
-    @property
-    def context_limit(self) -> int:
-        """The most tokens a sequence can have: the model's limit, or all of the KV cache if that is less."""
-        return min(self.config.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
-
     # --- arrival and departure ---
-
-    def resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """How many tokens the request may generate; None asks for as many as the context holds.
-
-        Raises ContextLengthError, with the three numbers, if the request can never fit.
-        """
-        limit = self.context_limit
-        wanted = 1 if max_tokens is None else max_tokens
-        if num_prompt_tokens + wanted <= limit:
-            return limit - num_prompt_tokens if max_tokens is None else max_tokens
-        asked = f"{num_prompt_tokens} prompt tokens plus max_tokens {wanted} make {num_prompt_tokens + wanted}"
-        if limit == self.config.max_model_len:
-            raise ContextLengthError(
-                f"the maximum context length is {limit} tokens, but {asked}: shorten the prompt or lower max_tokens"
-            )
-        raise ContextLengthError(
-            f"the KV cache holds {limit} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}; the "
-            f"maximum context length is {self.config.max_model_len}), but {asked}: shorten the prompt, lower "
-            "max_tokens or give the engine more KV cache memory"
-        )
 
     def add(self, leader: Sequence, siblings: Iterable[Sequence] = ()) -> None:
         """Take in a request: its first choice, and the others, which wait until the first has computed the prompt.
@@ -380,10 +356,10 @@ class Scheduler:
     def _apply(
         self, sequence: Sequence, scheduled: ScheduledSequence, outcome: SequenceResult, is_alone: bool
     ) -> list[EngineOutput]:
-        error = _fault(scheduled, outcome, is_alone)
+        error = fault_of(scheduled, outcome, is_alone)
         if error is not None:
             self._end(sequence, "error", error=error)
-            return [self._output(sequence, 0, None)]
+            return [make_output(sequence, 0, SequenceResult())]
         if outcome.out_of_slots:
             sequence.out_of_slots = True
             return []
@@ -391,7 +367,7 @@ class Scheduler:
         self.blocks.register(sequence)
         if sequence.is_prompt_computed:
             self._release_siblings(sequence)
-        return [self._output(sequence, count, outcome)] if count else []
+        return [make_output(sequence, count, outcome)] if count else []
 
     def _append(self, sequence: Sequence, scheduled: ScheduledSequence, token_ids: list[int]) -> int:
         """Count what was computed and append what was sampled, up to the end; how many tokens were appended."""
@@ -404,20 +380,11 @@ class Scheduler:
             sequence.timing.first_token = self._clock()
         for count, token_id in enumerate(token_ids, start=1):
             sequence.output_token_ids.append(token_id)
-            self._check_end(sequence, token_id)
-            if sequence.is_ended:
+            end = why_ended(sequence, self.eos_token_ids)
+            if end is not None:
+                self._end(sequence, end[0], stop_reason=end[1])
                 return count
         return len(token_ids)
-
-    def _check_end(self, sequence: Sequence, token_id: int) -> None:
-        # The sampler bans end tokens until min_tokens are out; so the first that can end it comes after those.
-        may_stop = sequence.num_output_tokens > sequence.params.min_tokens
-        if may_stop and token_id in self.eos_token_ids and not sequence.params.ignore_eos:
-            self._end(sequence, "stop")
-        elif may_stop and token_id in sequence.stop_token_ids:
-            self._end(sequence, "stop", stop_reason=token_id)
-        elif sequence.num_output_tokens >= sequence.max_tokens:
-            self._end(sequence, "length")
 
     def _end(
         self, sequence: Sequence, reason: str, *, stop_reason: int | None = None, error: str | None = None
@@ -465,32 +432,3 @@ class Scheduler:
         group.remove(sequence)
         if not group:
             del self._requests[sequence.request_id]
-
-    def _output(self, sequence: Sequence, count: int, outcome: SequenceResult | None) -> EngineOutput:
-        logprobs = outcome.logprobs if outcome is not None else None
-        is_first = 0 < count == sequence.num_output_tokens
-        return EngineOutput(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            token_ids=tuple(sequence.output_token_ids[sequence.num_output_tokens - count :]),
-            logprobs=None if logprobs is None else tuple(logprobs[:count]),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=sequence.error,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_output_tokens=sequence.num_output_tokens,
-            timing=replace(sequence.timing) if is_first or sequence.is_ended else None,
-        )
-
-
-def _fault(scheduled: ScheduledSequence, outcome: SequenceResult, is_alone: bool) -> str | None:
-    """What makes this outcome the end of its sequence, if anything."""
-    if outcome.error is not None:
-        return outcome.error
-    if outcome.out_of_slots:
-        return "the executor has no room for this sequence, even alone" if is_alone else None
-    count = len(outcome.token_ids)
-    if min(scheduled.num_logits, 1) <= count <= scheduled.num_logits:
-        return None
-    return f"the executor returned {count} tokens for {scheduled.num_logits} rows of logits"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
 from suimon.core_engine.batch import CopyBlock
 from suimon.core_engine.block_manager import BlockManager, hash_block, hash_root
 from suimon.core_engine.sequence import Sequence
@@ -401,7 +402,7 @@ class BlockMachine(RuleBasedStateMachine):
             self.model.contents[sequence.block_table[index]] = Content(self.key(sequence, index + 1))
         self.blocks.register(sequence)
         twin = self.build.make_sequence(
-            sequence.tokens(0, end) + [3],
+            [*sequence.tokens(0, end), 3],
             0,
             cache_salt=sequence.cache_salt,
             adapter_hash=sequence.adapter_hash,

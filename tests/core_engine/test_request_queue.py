@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from suimon.core_engine import request_queue
 from suimon.core_engine.config import POLICIES
 from suimon.core_engine.request_queue import RequestQueue, make_policy

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+
 from suimon.core_engine.batch import CopyBlock, FreeSequence, ScheduledBatch, TrimSequence
-from suimon.core_engine.errors import ContextLengthError, InvalidRequestError
+from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import SequenceResult, StepResult
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.scheduler import Scheduler
@@ -108,34 +109,7 @@ def test_step_ids_count_batches(build: ModuleType) -> None:
     assert ids == [1, 2, 3]
 
 
-# --- what can never fit ---
-
-
-@pytest.mark.parametrize(("length", "ok"), [(31, True), (32, False), (33, False)])
-def test_a_prompt_as_long_as_the_context_is_refused(build: ModuleType, length: int, ok: bool) -> None:
-    # B40: room for one token must be left.
-    scheduler = build.make_scheduler(max_model_len=32)
-    if ok:
-        assert scheduler.resolve_max_tokens(length, 1) == scheduler.resolve_max_tokens(length, None) == 1
-        return
-    for max_tokens in (1, None):
-        with pytest.raises(ContextLengthError, match=f"maximum context length is 32 tokens, but {length} prompt"):
-            scheduler.resolve_max_tokens(length, max_tokens)
-
-
-def test_the_refusal_gives_the_three_numbers(build: ModuleType) -> None:
-    # B41
-    scheduler = build.make_scheduler(num_blocks=1000, max_model_len=2048)
-    message = "maximum context length is 2048 tokens, but 8 prompt tokens plus max_tokens 2045 make 2053"
-    with pytest.raises(ContextLengthError, match=message):
-        scheduler.resolve_max_tokens(8, 2045)
-
-
-def test_what_the_kv_cache_can_never_hold_is_refused_with_its_size(build: ModuleType) -> None:
-    scheduler = build.make_scheduler(num_blocks=8, block_size=4, max_model_len=512)
-    assert scheduler.resolve_max_tokens(20, None) == 12
-    with pytest.raises(ContextLengthError, match=r"holds 32 tokens \(8 blocks of 4; .*512\), but 20 .* 13 make 33"):
-        scheduler.resolve_max_tokens(20, 13)
+# --- arrival ---
 
 
 def test_a_request_id_in_use_is_refused(build: ModuleType) -> None:
@@ -749,7 +723,7 @@ def test_an_adapter_whose_turn_brings_no_batch_does_not_stop_the_rest(build: Mod
     early, late = build.make_sequence(3, 1), build.make_sequence(4, 2, adapter="a")
     scheduler.blocks.allocate(early, 3)
     scheduler.blocks.allocate(late, 4)
-    params = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, adapters_per_batch=1)
+    params = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "adapters_per_batch": 1}
     scheduler.config = type(scheduler.config)(**params)
     for sequence in (early, late):
         sequence.status = Status.RUNNING
