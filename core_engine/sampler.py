@@ -87,7 +87,7 @@ class Sampler:
        drafts before the row count as output;
     4. until min_tokens are generated, end tokens are banned: stop_token_ids and, unless ignore_eos, the EOS ids;
     5. the grammar's mask; a grammar that allows only an end overrules 4;
-    6. temperature; below 1e-5, or with top_k 1, the best token is taken here, the lowest id among equals;
+    6. temperature; below 1e-3, or with top_k 1, the best token is taken here, the lowest id among equals;
     7. top_k: the k best tokens;
     8. top_p: of those, renormalised, the smallest set of best tokens that reaches top_p (Holtzman et al. 2020);
     9. min_p: of those, the tokens at least min_p times as likely as the best (Nguyen et al. 2024);

@@ -85,8 +85,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken. Below 1e-5 a division would only lose precision."""
-        return self.temperature < 1e-5
+        """Whether the most likely token is always taken.
+
+        Below 1e-3 a logit that is behind by 0.01 has odds of e^-10, and what is left to chance are the ties that
+        half-precision logits are full of: a client that sends 1e-6 means greedy.
+        """
+        return self.temperature < 1e-3
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if a token id named by a field is not one of the model's ``vocab_size`` ids."""
