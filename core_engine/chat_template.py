@@ -57,6 +57,8 @@ class ChatTemplateRenderer:
             "variables": dict(special_tokens or {}),
             "max_chars": max_chars,
             "memory_limit": memory_limit,
+            # For a worker whose parent is gone; while it is there, the deadline ends a rendering sooner.
+            "cpu_seconds": int(deadline + START_TIMEOUT),
         }
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="chat-template")
         # One entry per place: an idle worker, or None where it is to be started first.

@@ -1,8 +1,8 @@
 """The process that renders chat templates. A template is a program from the internet: it runs here, and nowhere else.
 
 Run as ``python -P -m suimon.core_engine.template_worker`` with one socket as standard input and output, which carry
-frames of JSON (json_frames.py). The first frame in is the set-up, ``{"template", "variables",
-"max_chars", "memory_limit"}``; each further one is a request, ``{"messages", "tools", "add_generation_prompt",
+frames of JSON (json_frames.py). The first frame in is the set-up, ``{"template", "variables", "max_chars",
+"memory_limit", "cpu_seconds"}``; each further one is a request, ``{"messages", "tools", "add_generation_prompt",
 "continue_final_message", "kwargs"}``. The answer to each is one frame, ``{"text"}`` or ``{"error": kind, "message",
 "param"}``. Any EOF ends the process, so it never outlives the one that started it.
 
@@ -32,9 +32,6 @@ import jinja2.sandbox
 from suimon.core_engine.json_frames import encode_frame, read_frame
 
 MAX_ERROR_CHARS = 1000
-# CPU seconds that one request may take if nobody is there to kill the worker.
-_CPU_SECONDS = 30
-
 # Roles that OpenAI's API has; a template may know more.
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Variables that a request cannot set beside its own fields.
@@ -322,16 +319,23 @@ def set_up(setup: Mapping[str, Any]) -> tuple[ChatTemplate | None, dict[str, Any
 
 def limit_process(memory_limit: int) -> None:
     """Bound memory (bytes) for good, forbid files and core dumps."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, limit in ((resource.RLIMIT_AS, memory_limit), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        allowed = _allowed(kind, limit)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
-def _limit_cpu() -> None:
+def limit_cpu(seconds: int) -> None:
     """Give the next request its CPU time: the limit counts from the start of the process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + _CPU_SECONDS, hard))
+    wanted = int(usage.ru_utime + usage.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (_allowed(resource.RLIMIT_CPU, wanted), hard))
+
+
+def _allowed(kind: int, limit: int) -> int:
+    """``limit``, or what the operator's own hard limit leaves of it."""
+    _, hard = resource.getrlimit(kind)
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 def main() -> None:
@@ -345,12 +349,12 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer the frames of ``requests``, the set-up first. Raises EOFError when there are no more."""
     setup = read_frame(requests.read)
     limit_process(setup["memory_limit"])
-    _limit_cpu()
+    limit_cpu(setup["cpu_seconds"])
     template, reply = set_up(setup)
     _send(answers, reply)
     while template is not None:
         request = read_frame(requests.read)
-        _limit_cpu()
+        limit_cpu(setup["cpu_seconds"])
         _send(answers, answer(template, request))
 
 
