@@ -1,4 +1,4 @@
-"""What this machine lets the process use: memory, cores, instructions. Knows /proc, /sys and control groups.
+"""What this machine lets the process use: memory and cores. Knows /proc, /sys and control groups.
 
 A container sees the whole machine in /proc, so its control group's limits are read too, old (v1) and new (v2). Every
 function takes the file system's root, for tests. Where a file is missing (another system, a hidden /sys) the limit it
@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path("/")
 # A v1 group without a limit states the largest page-aligned 64-bit number.
 _NO_LIMIT = 1 << 60
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def available_memory(root: Path = ROOT) -> int:
@@ -31,12 +30,6 @@ def usable_cores(root: Path = ROOT) -> int:
     cores = {_siblings(root, cpu) for cpu in allowed}
     quotas = [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
     return max(1, min([len(cores), *(math.ceil(quota) for quota in quotas)]))
-
-
-def has_bfloat16_instructions(root: Path = ROOT) -> bool:
-    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX, Arm BF16)."""
-    flags = [line for line in _read(root / "proc/cpuinfo").splitlines() if line.startswith(("flags", "Features"))]
-    return bool(flags) and not _BF16_FLAGS.isdisjoint(flags[0].split())
 
 
 def _meminfo(root: Path, key: str) -> int | None:

@@ -17,6 +17,7 @@ from suimon.core_engine import machine
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
 from suimon.core_engine.layers.kv_cache import KVShape, bytes_per_block
+from suimon.kernels.cpu_features import has_bfloat16_instructions
 
 GIB = 1 << 30
 # Float32 weights are "comfortable" if they take at most this share of the memory we may use.
@@ -152,7 +153,7 @@ def _dtype(config: EngineConfig, model_config: Mapping[str, Any], device: str, r
         return _DTYPES[config.dtype]
     if device != "cpu":
         return _gpu_dtype(model_config, reasons)
-    if machine.has_bfloat16_instructions():
+    if has_bfloat16_instructions():
         reasons["dtype"] = "the processor multiplies bfloat16 itself"
         return torch.bfloat16
     weights = 4 * estimate_parameters(model_config)

@@ -20,14 +20,16 @@ import torch
 import torch.nn.functional as F
 
 from suimon.kernels.attention_plan import AttentionPlan, DecodeGroup, PrefillChunk
+from suimon.kernels.linear_on_cpu import linear_on_cpu
 
 
 def write_kv_cache(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Store ``key`` and ``value`` (T, KVH, D) at ``slots`` (T,) int64 of the caches, in place."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
+    T, row = len(slots), key_cache.shape[2] * key_cache.shape[3]
+    key_cache.view(-1, row)[slots] = key.reshape(T, row)
+    value_cache.view(-1, row)[slots] = value.reshape(T, row)
 
 
 def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -147,46 +149,32 @@ def _attend(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    offset: float = 0.0,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019): ``s / rms(s) * (weight + offset)``.
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019): ``s / sqrt(mean(s^2) + eps) * weight``.
 
     ``s`` is ``x + residual`` if a residual is given, otherwise ``x``. Returns (normalised, s), both in x's dtype.
-    Gemma stores its weights less one: ``offset=1``. ``weight`` has the size of the last dimension; x any shape.
+    ``weight`` (size of the last dimension,) is float32: Gemma's, which are stored less one, need its precision.
     """
     total = x if residual is None else x + residual
     s = total.float()
-    scale = torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps)
-    gain = weight.float() + offset if offset else weight.float()
-    return (s * scale).mul_(gain).to(x.dtype), total
+    squares = torch.linalg.vector_norm(s, dim=-1, keepdim=True).square_()
+    scale = squares.div_(s.shape[-1]).add_(eps).rsqrt_()
+    return (s * scale).mul_(weight).to(x.dtype), total
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first R features of ``x`` (T, N, D) by the angles of ``cos`` and ``sin`` (T, R / 2) float32.
+    """Rotate the first R features of ``x`` (T, N, D) by their angles (Su et al. 2021) -> new (T, N, D).
 
-    Su et al. 2021. Feature i is paired with i + R / 2, or, ``interleaved``, 2i with 2i + 1; features from R on pass
-    unchanged.
-    Returns a new tensor (T, N, D).
+    ``x * cos + partner(x) * sin`` with cos and sin (T, R) float32, each feature's own: the two of a pair have the same
+    cosine and opposite sines, that of the first negative. Feature i is paired with i + R / 2, or, ``interleaved``, 2i
+    with 2i + 1. Features from R on pass unchanged.
     """
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    source = x.float()
-    output = torch.empty_like(source, memory_format=torch.contiguous_format)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    a, b = source[..., first], source[..., second]
-    torch.mul(a, cos, out=output[..., first]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=output[..., second]).addcmul_(a, sin)
-    if 2 * half < x.shape[-1]:
-        output[..., 2 * half :] = source[..., 2 * half :]
-    return output.to(x.dtype)
+    R = cos.shape[-1]
+    rotated = x[..., :R].float()
+    partner = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else rotated.roll(R // 2, -1)
+    rotated = torch.addcmul(rotated * cos.unsqueeze(1), partner, sin.unsqueeze(1)).to(x.dtype)
+    return rotated if x.shape[-1] == R else torch.cat((rotated, x[..., R:]), dim=-1)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -203,4 +191,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias``: x (T, in), weight (out, in), bias (out,) -> (T, out)."""
+    if x.device.type == "cpu" and len(x) > 1:
+        return linear_on_cpu(x, weight, bias)
     return F.linear(x, weight, bias)

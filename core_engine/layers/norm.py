@@ -10,7 +10,10 @@ from suimon.core_engine.layers.linear import empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * (weight + offset)`` over the last dimension; Gemma's ``offset`` is 1."""
+    """``x / rms(x) * weight`` over the last dimension.
+
+    ``offset`` is what a loader adds to the stored weights: Gemma's are stored less one.
+    """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -19,8 +22,8 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps, offset=self.offset)[0]
+        return kernels.rms_norm(x, self.weight, self.eps)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of ``x + residual`` (of ``x`` without one), and that sum."""
-        return kernels.rms_norm(x, self.weight, self.eps, residual=residual, offset=self.offset)
+        return kernels.rms_norm(x, self.weight, self.eps, residual=residual)

@@ -115,7 +115,7 @@ class RotaryEmbedding(nn.Module):
         self.frequencies = self.frequencies.to(device)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (T,) -> cos, sin, each (T, R / 2) float32."""
+        """Positions (T,) -> cos, sin as ``kernels.rotary`` takes them, each (T, R) float32."""
         angles = positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.magnitude == 1.0 else (cos * self.magnitude, sin * self.magnitude)
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -22,7 +22,7 @@ from suimon.core_engine.layers.rotary import RotaryEmbedding
 from suimon.core_engine.loader.checkpoint import Checkpoint
 from suimon.core_engine.models.config import ModelConfig
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin: each (T, R / 2) float32
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin: each (T, R) float32
 
 
 class Model(nn.Module, ABC):

@@ -45,6 +45,9 @@ def fill_from_checkpoint(
         parts = [part for part in parts if part.name != "lm_head.weight"]
     _check_names(model, checkpoint, {part.name for part in parts})
     _fill_all(parts, checkpoint)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.add_(module.offset)
     model.finish_loading(dtype, device)
 
 
