@@ -220,6 +220,12 @@ class Engine:
         self.scheduler.add(leader, [self._sibling(leader, index) for index in range(1, params.n)])
         self._num_prompt_tokens += len(prompt)
 
+    @property
+    def context_limit(self) -> int:
+        """The most tokens a sequence can have: the model's context, or the whole KV cache if that is less."""
+        blocks = self.scheduler.blocks
+        return min(self.scheduler.config.max_model_len, blocks.num_blocks * blocks.block_size)
+
     def resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """See ending.resolve_max_tokens, for this engine's limits."""
         scheduler = self.scheduler

@@ -244,7 +244,7 @@ def _ready_message(built: BuiltEngine) -> EngineReady:
     limits = built.engine.scheduler.config
     return EngineReady(
         vocab_size=capabilities.vocab_size,
-        max_model_len=built.engine.scheduler.context_limit,
+        max_model_len=built.engine.context_limit,
         num_blocks=capabilities.num_blocks,
         block_size=capabilities.block_size,
         max_num_seqs=limits.max_num_seqs,
