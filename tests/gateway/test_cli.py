@@ -1,0 +1,253 @@
+"""The command line as its user meets it: real processes and exit statuses, one clear line where something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from suimon.gateway import cli
+
+PATIENCE = 60.0
+QUIET = {name: value for name, value in os.environ.items() if not name.startswith(("SUIMON_", "OTEL_"))}
+
+PLUGIN = """
+from suimon.gateway.hookspecs import hookimpl
+from suimon.plugins.echo import EchoBackend
+
+class Planned(EchoBackend):
+    def describe(self):
+        return ["planned with care"]
+
+class Broken(EchoBackend):
+    async def start(self):
+        from suimon.gateway.hookspecs import BackendUnavailable
+        raise BackendUnavailable("the model file is missing: name another")
+
+@hookimpl
+def register_backends(register, settings):
+    for model in settings.models:
+        if model.backend == "planned":
+            register(Planned("p"))
+        if model.backend == "broken":
+            register(Broken("b"))
+
+@hookimpl
+def register_commands(commands):
+    command = commands.add_parser("greet", help="Say hello.")
+    command.add_argument("name")
+    command.set_defaults(run=lambda arguments: print("hello", arguments.name))
+"""
+
+
+def suimon(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "suimon.gateway.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=QUIET | environ)
+
+
+def one_line(result: subprocess.CompletedProcess[str], status: int = 1) -> str:
+    """The one line of an error; no traceback, nothing on standard output."""
+    assert (result.returncode, result.stdout) == (status, "")
+    assert result.stderr.startswith("suimon: error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> Path:
+    """A folder with one plugin."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    (folder / "cli_test_plugin.py").write_text(PLUGIN, encoding="utf-8")
+    return folder
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A running ``suimon serve``: the process, its base URL and what it printed until it was ready."""
+    command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUIET)
+    try:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or "ready" not in lines[-1]:
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            lines.append(line.rstrip("\n"))
+        found = re.search(r"http://[\d.:]+", lines[-1])
+        assert found
+        yield process, found.group(), lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+def test_serve_ends_in_a_ready_line_that_tells_where(plugins: Path) -> None:
+    with serving("--backend", "planned", "--plugins-dir", str(plugins)) as (process, url, lines):
+        assert lines[0] == "p: planned with care"
+        assert re.fullmatch(rf"Suimon is ready: {url}/v1  \(model p, \d+\.\d s\)", lines[1])
+        with urllib.request.urlopen(f"{url}/v1/models") as response:
+            assert [model["id"] for model in json.load(response)["data"]] == ["p"]
+        process.send_signal(signal.SIGINT)
+        out, log = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in log and "GET" in log and "status=200" in log
+
+
+def test_a_request_is_a_span_a_metric_and_a_line_without_its_words() -> None:
+    canary = "canary-prompt-93fe"
+    with serving("--backend", "echo", "--api-key", "canary-key-11", "--log-format", "json") as (process, url, _):
+        body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": canary}]}).encode()
+        headers = {"content-type": "application/json", "authorization": "Bearer canary-key-11"}
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as response:
+            assert canary in response.read().decode()
+            name = response.headers["x-request-id"]
+        metrics = urllib.request.Request(f"{url}/metrics", headers=headers)
+        with urllib.request.urlopen(metrics) as response:
+            shown = response.read().decode()
+        process.terminate()
+        out, log = process.communicate(timeout=PATIENCE)
+    assert 'suimon_requests_finished_total{gen_ai_request_model="echo",reason="stop"} 1.0' in shown
+    entries = [json.loads(line) for line in log.splitlines()]
+    (entry,) = [entry for entry in entries if entry.get("path") == "/v1/chat/completions"]
+    assert (entry["status"], entry["request_id"]) == (200, name)
+    assert "canary" not in out + log + shown
+
+
+def test_a_model_that_does_not_load_stops_the_server_with_its_reason(plugins: Path) -> None:
+    result = suimon("serve", "--port", "0", "--backend", "broken", "--plugins-dir", str(plugins))
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "suimon: error: the model file is missing: name another"
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = one_line(suimon("serve", "--backend", "echo", "--port", str(port)))
+    assert f"port {port}" in line and "--port" in line
+
+
+def test_other_machines_are_not_served_without_a_key() -> None:
+    assert "--allow-unauthenticated" in one_line(suimon("serve", "--host", "0.0.0.0"))
+
+
+def test_a_backend_that_no_plugin_serves_is_named() -> None:
+    assert "'nonesuch'" in one_line(suimon("serve", "--port", "0", "--backend", "nonesuch"))
+
+
+def test_hook_calls_can_be_traced_without_their_values() -> None:
+    with serving("--backend", "echo", "--trace-plugins") as (process, _, _):
+        process.terminate()
+        _, log = process.communicate(timeout=PATIENCE)
+    assert re.search(r"hook register_backends\(register, settings\) calls .*suimon\.plugins\.echo", log)
+
+
+def test_no_command_imports_an_engine() -> None:
+    """Also with the plugins loaded: torch alone would cost seconds."""
+    code = (
+        "import sys; from suimon.gateway import cli, serve; import suimon.gateway.app\n"
+        "cli.main(['plugins', '--all'])\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'numpy', 'transformers', 'tokenizers'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=QUIET)
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+
+
+def test_help_imports_neither_framework_nor_server() -> None:
+    code = (
+        "import sys; from suimon.gateway import cli\n"
+        "try: cli.main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'litestar', 'uvicorn', 'opentelemetry', 'httpx', 'pluggy', 'asyncio'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=QUIET)
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+    assert "--max-model-len" in result.stdout
+
+
+# --- The other commands -----------------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"suimon \d+\.\d+\S*\n", suimon("version").stdout)
+    assert suimon("--version").stdout == suimon("version").stdout
+
+
+def test_help_lists_every_command() -> None:
+    shown = suimon("--help").stdout
+    assert all(f"    {name}" in shown for name in ("serve", "chat", "models", "plugins", "check-config", "version"))
+
+
+def test_check_config_shows_the_result_and_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "suimon.toml"
+    path.write_text('port = 81\n[[models]]\nmodel = "m"\n', encoding="utf-8")
+    result = suimon("check-config", "--config", str(path), "--api-key", "canary-key", SUIMON_SEED="4")
+    shown = json.loads(result.stdout)
+    assert (shown["port"], shown["models"][0]["model"], shown["models"][0]["seed"]) == (81, "m", 4)
+    assert "canary" not in result.stdout
+    path.write_text("prt = 81", encoding="utf-8")
+    assert one_line(suimon("check-config", "--config", str(path))).endswith("did you mean 'port'?\n")
+
+
+def test_a_wrong_flag_ends_with_status_2() -> None:
+    result = suimon("serve", "--no-such-flag")
+    assert result.returncode == 2 and "--no-such-flag" in result.stderr
+
+
+def test_plugins_as_json(plugins: Path) -> None:
+    environ = {"PYTHONPATH": str(plugins), "SUIMON_PLUGINS": "cli_test_plugin"}
+    (mine,) = json.loads(suimon("plugins", **environ).stdout)
+    assert mine == {"name": "cli_test_plugin", "version": None, "hooks": ["register_backends", "register_commands"]}
+    names = [entry["name"] for entry in json.loads(suimon("plugins", "--all", **environ).stdout)]
+    assert {"suimon.plugins.native", "suimon.plugins.echo", "cli_test_plugin"} <= set(names)
+    assert json.loads(suimon("plugins", "--all", "--hook", "register_commands", **environ).stdout) == [mine]
+
+
+def test_a_plugin_can_add_a_command(plugins: Path) -> None:
+    environ = {"PYTHONPATH": str(plugins), "SUIMON_PLUGINS": "cli_test_plugin"}
+    assert suimon("greet", "you", **environ).stdout == "hello you\n"
+    assert "greet" in suimon("--help", **environ).stdout
+
+
+def test_a_broken_plugin_is_named_and_costs_only_its_own_commands(plugins: Path) -> None:
+    environ = {"PYTHONPATH": str(plugins), "SUIMON_PLUGINS": "cli_broken_plugin"}
+    (plugins / "cli_broken_plugin.py").write_text("1 / 0", encoding="utf-8")
+    helped = suimon("--help", **environ)
+    assert helped.returncode == 0 and "serve" in helped.stdout and "cli_broken_plugin" in helped.stderr
+    line = one_line(suimon("serve", "--port", "0", **environ))
+    assert "cli_broken_plugin" in line and "ZeroDivisionError" in line
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    add, _, text = cli._COMMANDS["version"]
+    monkeypatch.setitem(cli._COMMANDS, "version", (add, interrupted, text))
+    assert cli.main(["version"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(arguments: object) -> int:
+        raise RuntimeError("ours")
+
+    add, _, text = cli._COMMANDS["version"]
+    monkeypatch.setitem(cli._COMMANDS, "version", (add, mistaken, text))
+    with pytest.raises(RuntimeError, match="ours"):
+        cli.main(["version"])
