@@ -18,6 +18,11 @@ MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1  # what any vocabulary is smaller than; the backend knows its own
 MAX_CACHE_SALT_LENGTH = 256
 
+# What one body may make of itself in memory. Text is not limited here: it costs one byte a byte.
+MAX_FIELD_SIZE = 64 * 1024  # bytes of JSON in a field other than the bulky ones
+MAX_QUOTES = 128 * 1024  # quotation marks in messages or prompts: about 16,000 messages
+MAX_PROMPT_TOKENS = 1024 * 1024  # token ids in one body
+
 # Variables that a request may hand to a chat template: switches only, never text that a template would paste.
 CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking"})
 

@@ -1,23 +1,29 @@
 """Which fields a body may have: decoding by field, and the known fields whose feature is not built.
 
 A JSON object is taken apart into its fields before any is decoded, so that every fault names its field, null means
-absent, and no key is dropped in silence: a field is decoded, or harmless and checked, or refused by name. Knows no
-meaning of the fields that are decoded; that is ``requests``.
+absent, and no key is dropped in silence: a field is decoded, or harmless and checked, or refused by name. A field is
+also weighed before it is decoded, because a few megabytes of brackets would take seconds, and a gigabyte, to become
+objects. Knows no meaning of the fields that are decoded; that is ``requests``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
 from suimon.gateway.hookspecs import InvalidRequest
+from suimon.gateway.limits import MAX_FIELD_SIZE, MAX_PROMPT_TOKENS, MAX_QUOTES
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
+_NULL = msgspec.Raw(b"null")
+
+# Fields that may be long; they are weighed by what they hold.
+BULKY = frozenset({"messages", "prompt", "tokens"})
 
 # Fields that change nothing in the answer: their type is checked, their value has no effect here.
 HARMLESS: dict[str, Any] = {
@@ -113,17 +119,41 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     """
     decoders = _decoders(kind)
     values = {}
-    for name, raw in _OBJECT.decode(body).items():
-        if bytes(raw) == b"null":
-            continue
-        decoder = decoders.get(name)
-        if decoder is None:
+    for name, raw in _take_apart(body, kind):
+        _weigh(name, raw)
+        if name in NOT_BUILT:
             _check_not_built(name, raw)
         elif name in HARMLESS:
-            _decode(decoder, name, raw)
+            _decode(decoders[name], name, raw)
         else:
-            values[name] = _decode(decoder, name, raw)
+            values[name] = _decode(decoders[name], name, raw)
     return kind(**values)
+
+
+_UNKNOWN = "Object contains unknown field `"  # msgspec's words for the first key that a struct does not have
+
+
+def _take_apart(body: bytes, kind: type[msgspec.Struct]) -> Iterator[tuple[str, bytes]]:
+    """(name, JSON) of every field that is not null."""
+    try:
+        fields = _envelope(kind).decode(body)
+    except msgspec.ValidationError as error:
+        if not str(error).startswith(_UNKNOWN):
+            raise
+        name = str(error)[len(_UNKNOWN) :].rpartition("`")[0]
+        raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name) from None
+    for name in fields.__struct_fields__:
+        raw = getattr(fields, name)
+        if raw is not _NULL and bytes(raw) != b"null":
+            yield name, bytes(raw)
+
+
+@cache
+def _envelope(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    """Decodes an object into its known fields, each left as JSON; the first unknown one is an error at once."""
+    names = dict.fromkeys((*kind.__struct_fields__, *HARMLESS, *NOT_BUILT))
+    fields = [(name, msgspec.Raw, _NULL) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Fields", fields, forbid_unknown_fields=True))
 
 
 @cache
@@ -132,7 +162,19 @@ def _decoders(kind: type[msgspec.Struct]) -> dict[str, msgspec.json.Decoder[Any]
     return {name: msgspec.json.Decoder(type_) for name, type_ in (HARMLESS | own).items()}
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], name: str, raw: msgspec.Raw) -> Any:
+def _weigh(name: str, raw: bytes) -> None:
+    """Refuse what would be costly to decode. Text may hold any number of commas, but its quotes are escaped."""
+    if len(raw) <= MAX_FIELD_SIZE:
+        return
+    if name not in BULKY:
+        raise InvalidRequest(f"{name} must not be longer than {MAX_FIELD_SIZE} bytes of JSON", param=name)
+    quotes = raw.count(b'"') - raw.count(b'\\"')
+    numbers = 0 if quotes else raw.count(b",") + raw.count(b"[")
+    if quotes > MAX_QUOTES or numbers > MAX_PROMPT_TOKENS:
+        raise InvalidRequest(f"{name} holds too many entries", param=name)
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], name: str, raw: bytes) -> Any:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -141,14 +183,10 @@ def _decode(decoder: msgspec.json.Decoder[Any], name: str, raw: msgspec.Raw) -> 
 
 def _explain(name: str, message: str) -> str:
     """msgspec says where below ``$`` it met the fault; the field itself is ``$`` to it."""
-    if " - at `$" in message:
-        return f"Invalid value for {name}: " + message.replace("`$", f"`{name}", 1)
-    return f"Invalid value for {name}: {message}"
+    return f"Invalid value for {name}: " + message.replace("`$", f"`{name}", 1)
 
 
-def _check_not_built(name: str, raw: msgspec.Raw) -> None:
-    if name not in NOT_BUILT:
-        raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name)
+def _check_not_built(name: str, raw: bytes) -> None:
     harmless = NOT_BUILT[name]
     value = _ANY.decode(raw)
     if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in harmless):

@@ -15,6 +15,7 @@ from suimon.gateway import limits
 from suimon.gateway.hookspecs import GenerateRequest, InvalidRequest, Message, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+NULL = msgspec.Raw(b"null")  # a field that was not given
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,20 +76,33 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     index: int | None = None  # clients send back what a stream gave them
 
 
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message's content. Only text is built; what other kinds hold is never decoded."""
+
+    type: str
+    text: str | None = None
+    image_url: msgspec.Raw = NULL
+    video_url: msgspec.Raw = NULL
+    audio_url: msgspec.Raw = NULL
+    input_audio: msgspec.Raw = NULL
+    file: msgspec.Raw = NULL
+    refusal: msgspec.Raw = NULL
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A message of the conversation so far."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    annotations: list[Any] | None = None  # of an earlier answer; no template shows them
-    refusal: str | None = None
-    audio: Any = None
-    function_call: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+    annotations: msgspec.Raw = NULL  # of an earlier answer; no template shows them
+    refusal: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    reasoning: msgspec.Raw = NULL
+    reasoning_content: msgspec.Raw = NULL
 
 
 class ChatCompletionRequest(GenerationBody, frozen=True, kw_only=True):
@@ -105,7 +119,7 @@ class ChatCompletionRequest(GenerationBody, frozen=True, kw_only=True):
 class CompletionRequest(GenerationBody, frozen=True, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: msgspec.Raw = NULL  # of several types: see ``prompts``
     logprobs: int | None = None
 
 
@@ -187,27 +201,40 @@ def refused(field: str, why: str) -> InvalidRequest:
 # --- Prompts ----------------------------------------------------------------------------------------------------------
 
 
-def prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | tuple[int, ...]]:
+def prompts(prompt: msgspec.Raw) -> list[str | tuple[int, ...]]:
     """The prompts of a completion: text or token ids, one or several."""
-    if prompt is None:
+    if prompt is NULL:
         raise refused("prompt", "must be given")
-    items: list[Any] = [prompt] if isinstance(prompt, str) or _are(prompt, int) else prompt
-    if not (_are(items, str) or _are(items, list)):
-        raise refused("prompt", "must be text, a list of texts, a list of token ids or a list of such lists")
-    if not 1 <= len(items) <= limits.MAX_PROMPTS:
-        raise refused("prompt", f"must hold between 1 and {limits.MAX_PROMPTS} prompts, got {len(items)}")
-    if not all(items):
+    found = _decode_prompts(bytes(prompt))
+    if not 1 <= len(found) <= limits.MAX_PROMPTS:
+        raise refused("prompt", f"must hold between 1 and {limits.MAX_PROMPTS} prompts, got {len(found)}")
+    if not all(found):
         raise refused("prompt", "must not be empty")
-    return [item if isinstance(item, str) else token_ids("prompt", item) for item in items]
+    return [item if isinstance(item, str) else token_ids("prompt", item) for item in found]
 
 
-def _are(items: list[Any], kind: type) -> bool:
-    return bool(items) and all(isinstance(item, kind) for item in items)
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_IDS = msgspec.json.Decoder(list[int])
+_ID_LISTS = msgspec.json.Decoder(list[list[int]])
+
+
+def _decode_prompts(raw: bytes) -> list[str] | list[list[int]]:
+    """What stands first decides the type, so that the first entry of another one ends the decoding."""
+    inside = raw[1:64].lstrip()[:1]
+    try:
+        if raw.startswith(b'"'):
+            return [_TEXT.decode(raw)]
+        if inside == b'"':
+            return _TEXTS.decode(raw)
+        return _ID_LISTS.decode(raw) if inside == b"[" else [_IDS.decode(raw)]
+    except msgspec.ValidationError:
+        raise refused("prompt", "must be text, a list of texts, a list of token ids or a list of such lists") from None
 
 
 def token_ids(field: str, ids: list[int]) -> tuple[int, ...]:
     """``ids`` if each could be in some vocabulary; the backend knows its own."""
-    for token_id in ids:
+    for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id <= limits.MAX_TOKEN_ID:
             raise refused(field, f"must hold token ids, which are not negative and below 2**31; got {token_id}")
     return tuple(ids)
@@ -248,7 +275,7 @@ def _message(place: str, message: ChatMessage) -> Message:
     if message.role not in _ROLES:
         raise refused(f"{place}.role", f"must be one of {', '.join(_ROLES)}; got {message.role[:64]!r}")
     for name in _MESSAGE_NOT_BUILT:
-        if getattr(message, name):
+        if bytes(getattr(message, name)) not in (b"null", b'""'):
             raise refused(f"{place}.{name}", "is not supported by this server")
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
         raise refused(f"{place}.content", "must be given")
@@ -268,24 +295,19 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": call.type, "function": function}
 
 
-def _text(place: str, content: str | list[dict[str, Any]] | None) -> str | None:
+def _text(place: str, content: str | list[ContentPart] | None) -> str | None:
     """Text parts are joined: templates would print a list as Python does."""
     if not isinstance(content, list):
         return content
     return "".join(_part_text(f"{place}[{i}]", part) for i, part in enumerate(content))
 
 
-def _part_text(place: str, part: dict[str, Any]) -> str:
-    kind = part.get("type")
-    if kind != "text":
-        shown = kind[:64] if isinstance(kind, str) else None
-        raise refused(f"{place}.type", f"must be text: parts of type {shown!r} are not supported by this server")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise refused(f"{place}.text", "must be a string")
-    for extra in part.keys() - {"type", "text"}:
-        raise InvalidRequest(f"Unrecognized request argument supplied: {place}.{extra}", param=f"{place}.{extra}")
-    return text
+def _part_text(place: str, part: ContentPart) -> str:
+    if part.type != "text":
+        raise refused(f"{place}.type", f"must be text: {part.type[:64]!r} is not supported by this server")
+    if part.text is None:
+        raise refused(f"{place}.text", "must be given")
+    return part.text
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from suimon.gateway import limits
 from suimon.gateway.hookspecs import InvalidRequest, SamplingParams
@@ -233,9 +236,9 @@ def test_text_parts_are_joined() -> None:
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "Hello there"
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "refusal", None, 5])
-def test_other_parts_are_refused_by_name(kind: Any) -> None:
-    part = {"type": kind, str(kind): {"url": "x"}}
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "audio_url", "file", "video_url", "refusal"])
+def test_other_parts_are_refused_by_name(kind: str) -> None:
+    part = {"type": kind, kind: {"url": "x"}}
     error = refusal(chat, messages=[USER, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
     assert error.param == "messages[1].content[1].type"
 
@@ -245,8 +248,17 @@ def test_faulty_text_parts() -> None:
         return {"messages": [{"role": "user", "content": list(parts)}]}
 
     assert refusal(chat, **parts({"type": "text"})).param == "messages[0].content[0].text"
-    assert refusal(chat, **parts({"type": "text", "text": 5})).param == "messages[0].content[0].text"
-    assert refusal(chat, **parts({"type": "text", "text": "a", "x": 1})).param == "messages[0].content[0].x"
+    for part, place in (
+        ({"type": "text", "text": 5}, "messages[0].content[0].text"),
+        ({"type": "text", "text": "a", "x": 1}, "field `x` - at `messages[0].content[0]`"),
+        ({"type": 5}, "messages[0].content[0].type"),
+        ({"type": None}, "messages[0].content[0].type"),
+        ({"type": "hologram", "hologram": {}}, "field `hologram` - at `messages[0].content[0]`"),
+        ({}, "field `type` - at `messages[0].content[0]`"),
+    ):
+        error = refusal(chat, **parts(part))
+        assert error.param == "messages"
+        assert place in error.message
 
 
 def test_tool_calls_of_earlier_turns_are_kept() -> None:
@@ -377,3 +389,78 @@ def test_tokenizing() -> None:
     assert refusal(request, prompt="a", messages=[USER]).param == "prompt"
     assert refusal(request, messages=[]).param == "messages"
     assert refusal(lambda: decode_body(b'{"tokens": ["a"]}', DetokenizeRequest)).param == "tokens"
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", b"[" + b"1," * MIB + b"1,1]"),
+        ("prompt", b"[" + b"[]," * MIB + b"[]]"),
+        ("prompt", b'["a",' + b'"",' * MIB + b'""]'),
+        ("prompt", b"[" + b'"\\\\",' * MIB + b'""]'),
+        ("stop", b"[" + b'"a",' * 100_000 + b'"a"]'),
+        ("logit_bias", b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}"),
+        ("tools", b"[" + b"[]," * MIB + b"[]]"),
+        ("metadata", b'{"a":"' + b"x" * MIB + b'"}'),
+    ],
+)
+def test_what_would_be_costly_to_decode_is_not_decoded(field: str, value: bytes) -> None:
+    body = b'{"model":"m","prompt":"x","%b":%b}' % (field.encode(), value)
+    error = refusal(lambda: decode_body(body, CompletionRequest))
+    assert error.param == field
+    assert "too many" in error.message or "longer" in error.message
+
+
+def test_costly_messages_are_not_decoded() -> None:
+    for entry in (b'{"role":"user","content":""}', b'{"role":"user","content":[{"type":"text","text":"\\\\"}]}'):
+        body = b'{"model":"m","messages":[' + b",".join([entry] * 100_000) + b"]}"
+        assert refusal(lambda body=body: decode_body(body, ChatCompletionRequest)).param == "messages"
+
+
+def test_parts_that_are_not_built_are_not_decoded() -> None:
+    """Nested too deep for a decoder, were it decoded."""
+    part = b'{"type":"image_url","image_url":' + b"[" * 300 + b"]" * 300 + b"}"
+    body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
+    error = refusal(lambda: chat_request(decode_body(body, ChatCompletionRequest), "id"))
+    assert error.param == "messages[0].content[0].type"
+
+
+def test_long_text_and_long_token_lists_are_fine() -> None:
+    text = 'a, [b] {c} "d" \\ ' * 100_000
+    assert chat(messages=[{"role": "user", "content": text}]).messages[0].content == text
+    assert complete(prompt=text)[0].prompt == text
+    assert len(complete(prompt=list(range(100_000)))[0].prompt) == 100_000
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+    | st.sampled_from(["user", "text", "assistant", "scripted", "stop"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "include_usage", "5", "x"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+FIELDS = sorted({*ChatCompletionRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *HARMLESS, *NOT_BUILT})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*FIELDS, "zzz"]), JSON_VALUES, max_size=6), st.booleans())
+def test_no_body_is_answered_with_anything_but_a_request_or_a_refusal(fields: dict[str, Any], valid: bool) -> None:
+    good = {"messages": [USER], "prompt": "x"}
+    for kind, convert, needed in (
+        (ChatCompletionRequest, chat_request, "messages"),
+        (CompletionRequest, completion_requests, "prompt"),
+    ):
+        body = msgspec.json.encode(fields | ({needed: good[needed]} if valid else {}))
+        with suppress(InvalidRequest):  # whatever else is raised fails the test
+            convert(decode_body(body, kind), "id")
