@@ -199,13 +199,15 @@ class Engine:
         the request can never fit, QueueFullError if too many wait.
         """
         prompt = self._check_request(prompt_token_ids, params, adapter, adapter_hash)
+        max_tokens = self.resolve_max_tokens(len(prompt), params.max_tokens)
+        self._check_queue()
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         leader = Sequence(
             seq_id=self._next_seq_id(),
             request_id=request_id,
             prompt_token_ids=prompt,
             params=params,
-            max_tokens=self.resolve_max_tokens(len(prompt), params.max_tokens),
+            max_tokens=max_tokens,
             seed=seed,
             tenant=tenant,
             priority=priority,
@@ -242,7 +244,6 @@ class Engine:
         if adapter is not None and adapter_hash is None:
             raise InvalidRequestError(f"adapter {adapter!r} comes without the hash of its weights", param="adapter")
         params.check_vocabulary(self._vocab_size)
-        self._check_queue()
         return prompt
 
     def _check_queue(self) -> None:

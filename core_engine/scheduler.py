@@ -29,6 +29,8 @@ from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.request_queue import RequestQueue
 from suimon.core_engine.sequence import Sequence, Status
 
+_NO_RESULT = SequenceResult(error="the executor returned no result for this sequence")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -340,8 +342,7 @@ class Scheduler:
             sequence = self.sequences[scheduled.seq_id]
             sequence.num_in_flight -= len(scheduled.token_ids)
             if not sequence.is_ended and not sequence.out_of_slots:
-                missing = SequenceResult(error="the executor returned no result for this sequence")
-                outcome = result.sequences.get(scheduled.seq_id, missing)
+                outcome = result.sequences.get(scheduled.seq_id, _NO_RESULT)
                 outputs += self._apply(sequence, scheduled, outcome, is_alone)
             self._settle(sequence)
         return outputs

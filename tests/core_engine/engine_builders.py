@@ -11,11 +11,13 @@ import zlib
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
+import torch
+
 from suimon.core_engine.batch import CopyBlock, FreeSequence, ScheduledBatch, ScheduledSequence, TrimSequence
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.engine import Engine
-from suimon.core_engine.executor import Completed, ExecutorCapabilities, SequenceResult, StepResult
+from suimon.core_engine.executor import Completed, ExecutorCapabilities, ForwardExecutor, SequenceResult, StepResult
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampler import SamplingRow
 from suimon.core_engine.sampling_params import SamplingParams
@@ -143,24 +145,26 @@ class HashExecutor:
                 self.freed.append(seq_id)
 
     def _run_sequence(self, scheduled: ScheduledSequence, rows: list[SamplingRow]) -> SequenceResult:
-        contents = [self._read(scheduled, position) for position in range(scheduled.start)]
-        first_row = len(scheduled.token_ids) - scheduled.num_logits
+        contents = self.compute(scheduled)
         sampled: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        for i, token_id in enumerate(scheduled.token_ids):
-            position = scheduled.start + i
-            content = slot_content(token_id, position, contents, scheduled.adapter)
-            self._write(scheduled, position, content)
-            contents.append(content)
-            if i >= first_row:
-                row = rows[i - first_row]
-                self._check_row(row, scheduled, position + 1)
-                num_outputs = len(row.output_token_ids) + len(row.draft_token_ids)
-                sampled.append(choose(contents, row.params, row.seed, num_outputs))
-                logprobs.append(TokenLogprobs(sampled[-1], logprob_of(contents), 1, ()))
+        for i, row in enumerate(rows):
+            seen = contents[: len(contents) - len(rows) + i + 1]
+            self._check_row(row, scheduled, len(seen))
+            num_outputs = len(row.output_token_ids) + len(row.draft_token_ids)
+            sampled.append(choose(seen, row.params, row.seed, num_outputs))
+            logprobs.append(TokenLogprobs(sampled[-1], logprob_of(seen), 1, ()))
         accepted = accept(scheduled, sampled)
         wants_logprobs = bool(rows) and rows[0].params.logprobs is not None
         return SequenceResult(accepted, logprobs[: len(accepted)] if wants_logprobs else None)
+
+    def compute(self, scheduled: ScheduledSequence) -> list[int]:
+        """Write the step's tokens; everything that the last of them sees."""
+        contents = [self._read(scheduled, position) for position in range(scheduled.start)]
+        for position, token_id in enumerate(scheduled.token_ids, start=scheduled.start):
+            contents.append(slot_content(token_id, position, contents, scheduled.adapter))
+            self._write(scheduled, position, contents[-1])
+        return contents
 
     def _slot(self, scheduled: ScheduledSequence, position: int) -> int:
         size = self.capabilities.block_size
@@ -256,6 +260,35 @@ class ContiguousExecutor(HashExecutor):
 
     def _write(self, scheduled: ScheduledSequence, position: int, content: int) -> None:
         self.cells[scheduled.seq_id].append(content)
+
+
+class LogitsExecutor(ForwardExecutor):
+    """The hash model behind the base class that samples: its token has a logit of 9, all others 0 or less."""
+
+    def __init__(self, capabilities: ExecutorCapabilities) -> None:
+        super().__init__()
+        self._memory = HashExecutor(capabilities)
+        self.violations = self._memory.violations
+
+    @property
+    def capabilities(self) -> ExecutorCapabilities:
+        return self._memory.capabilities
+
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        for operation in batch.cache_ops:
+            self._memory.apply(operation)
+        rows = [row for scheduled in batch.sequences for row in self._rows(scheduled)]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def _rows(self, scheduled: ScheduledSequence) -> list[torch.Tensor]:
+        contents = self._memory.compute(scheduled)
+        first = len(contents) - scheduled.num_logits
+        return [self._logits(contents[: end + 1]) for end in range(first, len(contents))]
+
+    def _logits(self, contents: list[int]) -> torch.Tensor:
+        logits = torch.tensor([-0.01 * i for i in range(VOCAB_SIZE)])
+        logits[hash((tuple(contents), ())) % VOCAB_SIZE] = 9.0
+        return logits
 
 
 def accept(scheduled: ScheduledSequence, sampled: list[int]) -> list[int]:

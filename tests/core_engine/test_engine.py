@@ -105,6 +105,22 @@ def test_sibling_seeds_do_not_overlap_with_neighbouring_seeds(build: ModuleType)
     assert len(set(seeds)) == 64 and all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_with_the_real_sampler_behind_the_base_executor(build: ModuleType, drafts: bool) -> None:
+    executor = build.LogitsExecutor(build.make_capabilities(num_blocks=12, max_num_seqs=4))
+    engine = build.make_engine(executor, build.guess_drafts if drafts else None, max_num_batched_tokens=17)
+    params = build.make_params(max_tokens=25, logprobs=2, ignore_eos=False)
+    prompts = [build.make_prompt(length, first=length) for length in (40, 33, 16, 7, 20)]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"r{i}", prompt, params)
+    results = build.run_to_end(engine)
+    for i, prompt in enumerate(prompts):
+        result = results[f"r{i}", 0]
+        assert result.token_ids == build.run_solo(prompt, params, 512).token_ids
+        assert len(result.logprobs) == len(result.token_ids) and max(result.logprobs) < 0
+        assert all(len(entry.top) == 2 for output in result.outputs for entry in output.logprobs)
+
+
 # --- rows of the list of known bugs ---
 
 
@@ -330,6 +346,8 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(build: ModuleType) -> 
     with pytest.raises(QueueFullError, match="2 requests are waiting") as caught:
         engine.add_request("c", [1], build.make_params())
     assert caught.value.retry_after == 1.0
+    with pytest.raises(ContextLengthError):  # coming back later would not help this one
+        engine.add_request("d", [1], build.make_params(max_tokens=512))
     build.run_to_end(engine)
     for name in "cd":
         engine.add_request(name, [1], build.make_params())

@@ -79,6 +79,16 @@ def test_a_budget_smaller_than_the_number_of_decodes(build: ModuleType) -> None:
     assert scheduler.schedule() is None and not scheduler.has_unfinished
 
 
+def test_a_step_without_budget_left_passes_the_rest_over(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_batched_tokens=4)
+    first = build.make_sequence(2, 1)
+    add(scheduler, first, build.make_sequence(9, 2))
+    assert step(scheduler) == [(1, 0, 2, 1), (2, 0, 2, 0)]
+    first.draft_token_ids = [5, 9, 9]
+    assert step(scheduler) == [(1, 2, 4, 4)]
+    assert step(scheduler) == [(1, 4, 1, 1), (2, 2, 3, 0)]
+
+
 def test_seats_are_limited(build: ModuleType) -> None:
     scheduler = build.make_scheduler(max_num_seqs=2)
     add(scheduler, *(build.make_sequence(3, i) for i in (1, 2, 3)))
@@ -343,6 +353,15 @@ def test_siblings_of_a_leader_that_ends_first_are_on_their_own(build: ModuleType
     batch = scheduler.schedule()
     scheduler.update(batch, results(batch, s1=SequenceResult(error="no")))
     assert step(scheduler) == [(2, 0, 6, 1)]
+
+
+def test_an_urgent_sibling_takes_the_seat_of_a_lower_priority(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(num_blocks=6, block_size=4, max_num_seqs=2, policy="priority")
+    leader = build.make_sequence(10, 1, request_id="r", priority=0)
+    scheduler.add(leader, [build.make_sequence(10, 3, request_id="r", priority=0)])
+    add(scheduler, build.make_sequence(4, 2, priority=9))
+    assert step(scheduler) == [(1, 0, 10, 1), (2, 0, 4, 1)]
+    assert step(scheduler) == [(1, 10, 1, 1), (3, 9, 1, 1)], "three free blocks hold no second prompt, but a fork"
 
 
 def test_a_preempted_leader_is_not_forked_from(build: ModuleType) -> None:
