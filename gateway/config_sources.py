@@ -258,6 +258,18 @@ A setting is looked for in four places, and the last one that has it wins: its d
 check-config` shows the result. Traces and metrics are sent by OTLP when the standard variables
 (`OTEL_EXPORTER_OTLP_ENDPOINT`, ...) say where.
 
+## The HTTP server
+
+HTTP/1.1 by uvicorn with httptools, and limits of our own around it: request line and headers within
+`max_header_size`, `max_header_count` and `header_timeout`, bodies within `max_body_size` and `body_timeout` (and no
+slower than 16 KiB a second after it), connections within `max_connections`. What is beyond is answered 431, 408, 413 or
+503 with an OpenAI error body, and the connection is closed. A client that leaves its answer unread for
+`stream_stall_timeout` is dropped; at most 32 KiB wait for it in this process. TLS is for a proxy in front.
+
+The first SIGTERM or Ctrl-C makes `/health/ready` and every new request answer 503 (`Retry-After`, `Connection: close`)
+while running requests finish; after `drain_timeout` the streams still open end with an error event, and the process
+leaves with status 0. A second signal skips the waiting.
+
 ## Gateway
 
 At the top level of the file.

@@ -10,9 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -22,12 +25,19 @@ PATIENCE = 60.0
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith(("SUIMON_", "OTEL_"))}
 
 PLUGIN = """
+import asyncio
+
 from suimon.gateway.hookspecs import hookimpl
 from suimon.plugins.echo import EchoBackend
 
 class Planned(EchoBackend):
     def describe(self):
         return ["planned with care"]
+
+class Slow(EchoBackend):
+    async def start(self):
+        print("loading", flush=True)
+        await asyncio.sleep(600)
 
 class Broken(EchoBackend):
     async def start(self):
@@ -39,6 +49,8 @@ def register_backends(register, settings):
     for model in settings.models:
         if model.backend == "planned":
             register(Planned("p"))
+        if model.backend == "slow":
+            register(Slow("s"))
         if model.backend == "broken":
             register(Broken("b"))
 
@@ -72,20 +84,21 @@ def plugins(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def serving(
+    *flags: str, until: str = "ready", **environ: str
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """A running ``suimon serve``: the process, its base URL and what it printed until it was ready."""
     command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUIET)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=QUIET | environ)
     try:
         assert process.stdout is not None
         lines: list[str] = []
-        while not lines or "ready" not in lines[-1]:
+        while not lines or until not in lines[-1]:
             line = process.stdout.readline()
             assert line, process.communicate()[1]
             lines.append(line.rstrip("\n"))
         found = re.search(r"http://[\d.:]+", lines[-1])
-        assert found
-        yield process, found.group(), lines
+        yield process, found.group() if found else "", lines
     finally:
         if process.poll() is None:
             process.kill()
@@ -133,6 +146,53 @@ def test_a_model_that_does_not_load_stops_the_server_with_its_reason(plugins: Pa
     last = result.stderr.splitlines()[-1]
     assert last == "suimon: error: the model file is missing: name another"
     assert "Traceback" not in result.stderr
+
+
+def test_a_signal_while_a_model_loads_is_an_orderly_end(plugins: Path) -> None:
+    with serving("--backend", "slow", "--plugins-dir", str(plugins), until="loading") as (process, _, _):
+        process.terminate()
+        out, log = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, log) == (0, "", "")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Keeps what it is sent by OTLP."""
+
+    received: ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self) -> None:
+        self.received[self.path] = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def test_traces_and_metrics_reach_a_collector_before_the_end() -> None:
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, args=(0.05,), daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}"
+    body = b'{"model": "echo", "messages": [{"role": "user", "content": "canary"}]}'
+    with serving("--backend", "echo", OTEL_EXPORTER_OTLP_ENDPOINT=endpoint) as (process, url, _):
+        headers = {"content-type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)).close()
+        process.terminate()
+        process.communicate(timeout=PATIENCE)
+    collector.shutdown()
+    collector.server_close()
+    assert b"chat echo" in Collector.received["/v1/traces"]
+    assert b"POST /v1/chat/completions" in Collector.received["/v1/traces"]
+    assert b"gen_ai.server.request.duration" in Collector.received["/v1/metrics"]
+    assert not any(b"canary" in sent for sent in Collector.received.values())
+
+
+def test_a_collector_that_does_not_answer_delays_nobody() -> None:
+    with serving("--backend", "echo", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9") as (process, url, _):
+        urllib.request.urlopen(f"{url}/v1/models").close()
+        process.terminate()
+        process.communicate(timeout=8)  # the exporter alone would retry for longer
+    assert process.returncode == 0
 
 
 def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
