@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from suimon.core_engine.request_queue import Policy, RequestQueue
-from suimon.gateway.hookspecs import Capabilities, GenerateRequest, Overloaded
+from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, GenerateRequest, Overloaded
 from suimon.gateway.limits import MAX_RETRY_AFTER
-from suimon.gateway.openai.errors import DeadlineExceeded
 
 DRAIN_WINDOW = 32  # finished requests that the drain rate is measured over
 

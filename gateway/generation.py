@@ -16,12 +16,13 @@ from suimon.gateway.hookspecs import (
     FINISH_REASONS,
     Backend,
     BackendError,
+    DeadlineExceeded,
     Delta,
     GenerateRequest,
     Usage,
 )
 from suimon.gateway.limits import MAX_CONCURRENT_PROMPTS
-from suimon.gateway.openai.errors import INTERNAL, DeadlineExceeded
+from suimon.gateway.openai.errors import INTERNAL
 from suimon.gateway.plugin_manager import PluginManager
 from suimon.gateway.router import Served
 from suimon.gateway.telemetry import Observation, Telemetry

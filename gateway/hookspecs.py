@@ -217,6 +217,12 @@ class BackendUnavailable(BackendError):  # noqa: N818
     status, type, code = 503, "server_error", "backend_unavailable"
 
 
+class DeadlineExceeded(BackendError):  # noqa: N818
+    """The request's own deadline passed before its answer was complete."""
+
+    status, type, code = 504, "server_error", "deadline_exceeded"
+
+
 class BackendCrashed(BackendError):  # noqa: N818
     """The backend died while it worked on this request."""
 

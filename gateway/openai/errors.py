@@ -57,12 +57,6 @@ class UnsupportedMediaType(BackendError):  # noqa: N818
     status, type, code = 415, INVALID, "unsupported_media_type"
 
 
-class DeadlineExceeded(BackendError):  # noqa: N818
-    """The client's own deadline passed before the answer was complete."""
-
-    status, type, code = 504, "server_error", "deadline_exceeded"
-
-
 INTERNAL = WireError(
     status=500, type="server_error", message="The server had an error while processing your request.", code=None
 )

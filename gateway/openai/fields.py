@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from suimon.gateway.hookspecs import InvalidRequest
-from suimon.gateway.limits import MAX_FIELD_SIZE, MAX_PROMPT_TOKENS, MAX_QUOTES
+from suimon.gateway.limits import MAX_FIELD_SIZE, MAX_PROMPT_TOKENS, MAX_QUOTES, MAX_TOKEN_ID
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -193,3 +193,16 @@ def _check_not_built(name: str, raw: bytes) -> None:
         shown = " or ".join(msgspec.json.encode(ok).decode() for ok in harmless)
         remedy = f"leave it out, or send {shown}" if harmless else "leave it out"
         raise InvalidRequest(f"{name} is not supported by this server: {remedy}", param=name)
+
+
+def refused(field: str, why: str) -> InvalidRequest:
+    """The error for a field whose value cannot be taken."""
+    return InvalidRequest(f"{field} {why}", param=field)
+
+
+def token_ids(field: str, ids: list[int]) -> tuple[int, ...]:
+    """``ids`` if each could be in some vocabulary; the backend knows its own."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise refused(field, f"must hold token ids, which are not negative and below 2**31; got {token_id}")
+    return tuple(ids)

@@ -7,7 +7,8 @@ from typing import Any
 from litestar import Request, Response, post
 
 from suimon.gateway.auth import AUTH, KEY
-from suimon.gateway.openai.requests import ChatCompletionRequest, chat_request
+from suimon.gateway.openai.bodies import ChatCompletionRequest
+from suimon.gateway.openai.requests import chat_request
 from suimon.gateway.openai.responses import ChatAnswer
 from suimon.gateway.routes.common import new_id, read_body, respond
 

@@ -18,9 +18,9 @@ from litestar.exceptions import InternalServerException
 from suimon.gateway.auth import cache_salt
 from suimon.gateway.generation import merge
 from suimon.gateway.hookspecs import Delta, GenerateRequest, InvalidRequest, Usage
+from suimon.gateway.openai.bodies import GenerationBody
 from suimon.gateway.openai.errors import ClientGone, UnsupportedMediaType
 from suimon.gateway.openai.fields import decode_body
-from suimon.gateway.openai.requests import GenerationBody
 from suimon.gateway.openai.responses import Answer, Choice, add_usages
 from suimon.gateway.streaming import EventStream, unless_gone
 

@@ -7,7 +7,8 @@ from typing import Any
 from litestar import Request, Response, post
 
 from suimon.gateway.auth import AUTH, KEY
-from suimon.gateway.openai.requests import CompletionRequest, completion_requests
+from suimon.gateway.openai.bodies import CompletionRequest
+from suimon.gateway.openai.requests import completion_requests
 from suimon.gateway.openai.responses import CompletionAnswer
 from suimon.gateway.routes.common import new_id, read_body, respond
 

@@ -8,13 +8,9 @@ from litestar import Request, Response, post
 
 from suimon.gateway.auth import AUTH, KEY
 from suimon.gateway.hookspecs import GenerateRequest
-from suimon.gateway.openai.requests import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    refused,
-    token_ids,
-    tokenize_request,
-)
+from suimon.gateway.openai.bodies import DetokenizeRequest, TokenizeRequest
+from suimon.gateway.openai.fields import refused, token_ids
+from suimon.gateway.openai.requests import tokenize_request
 from suimon.gateway.routes.common import gateway_of, json_response, new_id, read_body
 from suimon.gateway.streaming import unless_gone
 

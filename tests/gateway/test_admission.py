@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from suimon.gateway.admission import Admission, DrainRate
-from suimon.gateway.hookspecs import Capabilities, GenerateRequest, Overloaded
+from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, GenerateRequest, Overloaded
 from suimon.gateway.limits import MAX_RETRY_AFTER
-from suimon.gateway.openai.errors import DeadlineExceeded
 
 
 def request(arrival: float = 0.0, *, priority: int = 0, deadline: float | None = None) -> GenerateRequest:

@@ -17,7 +17,7 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from suimon.gateway import hookspecs
 from suimon.gateway.hookspecs import BackendError, InvalidRequest, NotAuthenticated, Overloaded
-from suimon.gateway.openai.errors import INTERNAL, ClientGone, DeadlineExceeded, UnsupportedMediaType, wire_error
+from suimon.gateway.openai.errors import INTERNAL, ClientGone, UnsupportedMediaType, wire_error
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from suimon.gateway.openai.errors import INTERNAL, ClientGone, DeadlineExceeded,
         (hookspecs.BackendUnavailable("x"), 503, "backend_unavailable"),
         (hookspecs.BackendCrashed("x"), 500, "backend_crashed"),
         (UnsupportedMediaType("x"), 415, "unsupported_media_type"),
-        (DeadlineExceeded("x"), 504, "deadline_exceeded"),
+        (hookspecs.DeadlineExceeded("x"), 504, "deadline_exceeded"),
         (ClientGone(), 499, None),
         (RecursionError(), 400, "invalid_json"),
         (msgspec.ValidationError("x"), 400, None),

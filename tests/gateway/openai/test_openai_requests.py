@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from suimon.gateway import limits
 from suimon.gateway.hookspecs import InvalidRequest, SamplingParams
+from suimon.gateway.openai.bodies import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from suimon.gateway.openai.fields import HARMLESS, NOT_BUILT, decode_body
-from suimon.gateway.openai.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    chat_request,
-    completion_requests,
-    tokenize_request,
-)
+from suimon.gateway.openai.requests import chat_request, completion_requests, tokenize_request
 
 USER = {"role": "user", "content": "Hi"}
 
