@@ -108,6 +108,9 @@ class GatewayApp(Litestar):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Let in who may come in; answer the others here."""
+        if scope["type"] == "websocket":  # no route is one, and a plugin's would come in past this gate
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] == "http" and not self._is_open(scope):
             try:
                 scope.setdefault("state", {})["tenant"] = self._authenticator.tenant(scope["headers"])

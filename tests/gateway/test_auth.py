@@ -255,3 +255,15 @@ def test_a_plugin_that_fails_lets_nobody_in(serve: Any) -> None:
     status, _, raw = serve(plugins=[Door()]).request("GET", "/v1/models", headers={"x-user": "mallory"})
     assert (status, json.loads(raw)["error"]["type"]) == (500, "server_error")
     assert b"secret" not in raw
+
+
+def test_websockets_are_closed_before_anything_else(server: Any) -> None:
+    import asyncio
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(server.app({"type": "websocket", "path": "/v1/models", "headers": []}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
