@@ -72,6 +72,7 @@ class Inbox:
         self._frames = FrameReader()
         self._poll = select.poll()  # not select(): a busy server's descriptors are beyond its 1024
         self._put_back: list[ToEngine] = []
+        self._num_dropped = 0
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
         """The messages that have arrived; with ``wait``, sleep until the socket has something to read or to take.
@@ -105,7 +106,12 @@ class Inbox:
             try:
                 yield decode_to_engine(payload)
             except MessageError as error:
-                logger.warning("dropped a frame of %d bytes: %s", len(payload), error)
+                self._count_dropped(payload, error)
+
+    def _count_dropped(self, payload: bytes, error: MessageError) -> None:
+        self._num_dropped += 1
+        if self._num_dropped.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not drown the log
+            logger.warning("dropped frame no. %d, of %d bytes: %s", self._num_dropped, len(payload), error)
 
 
 class EngineLoop:

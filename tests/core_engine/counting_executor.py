@@ -26,6 +26,24 @@ ENDLESS = 291  # one with this token is computed for longer than anybody waits
 FAILING = 292  # one with this token makes the executor raise
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def write_model(folder: Path, **behaviour: object) -> Path:
+    """What the executor and its client read: ``behaviour``, and a tokenizer for which "5 6" is the tokens 5 and 6."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {str(number): number for number in range(EOS)} | {"<end>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "behaviour.json").write_text(json.dumps(behaviour))
+    return folder
+
+
 class CountingExecutor(ForwardExecutor):
     eos_token_ids = (EOS,)
     plan = ("counts",)

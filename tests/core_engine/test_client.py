@@ -38,23 +38,6 @@ from suimon.core_engine.sampling_params import SamplingParams
 HERE = Path(__file__).parent
 POISON, ENDLESS, FAILING = 290, 291, 292  # as in counting_executor.py
 PATIENCE = 60.0  # seconds that only a defect takes
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-
-
-@pytest.fixture(scope="session")
-def counting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose tokenizer reads and writes numbers: "5 6" is the tokens 5 and 6."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("counting")
-    vocabulary = {str(number): number for number in range(299)} | {"<end>": 299}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<end>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Service:
@@ -80,18 +63,19 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def start(counting_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """``start(behaviour, **options)`` makes a service; it is closed at the end at the latest."""
     services: list[Service] = []
 
     def make(behaviour: dict[str, Any] | None = None, **options: Any) -> Service:
-        folder = tmp_path_factory.mktemp("model")
-        for file in counting_model.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
+        from counting_executor import write_model
+
+        folder = write_model(tmp_path_factory.mktemp("model"))
         services.append(Service(folder, behaviour or {}, **options))
         return services[-1]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
         patch.setenv("PYTHONPATH", str(HERE))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("SUIMON_CACHE", str(tmp_path_factory.mktemp("cache")))
