@@ -23,7 +23,7 @@ WRITE_BUFFER = 32 * 1024  # bytes of an answer that wait in this process for a s
 SEND_BUFFER = 64 * 1024  # bytes asked of the kernel for the same (it doubles them)
 LINGER = 1.0  # seconds to go on reading after a refusal, so that a reset does not overtake it
 
-logger = logging.getLogger("suimon.http")
+logger = logging.getLogger("suimon.access")
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not an accident
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if unread < unread_before:
             self._start_stall()
             return
-        logger.warning("dropped a client that read nothing for %g s", self.settings.stream_stall_timeout)
+        self._log("dropped, as nothing was read", seconds=self.settings.stream_stall_timeout)
         self.transport.abort()
 
     def _stop_stall(self) -> None:
@@ -232,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer and close; where another answer is under way on this connection, only close."""
         self._stop_clock()
         self._refusal = refusal
-        logger.warning("refused a request from %s: %d %s", self.client, refusal.status, refusal.message)
+        self._log("refused", status=refusal.status, code=refusal.code)
         if self._detach_application():
             self.transport.close()
             return
@@ -240,6 +240,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._start_clock(LINGER, self.transport.abort)
+
+    def _log(self, what: str, **fields: object) -> None:
+        """In the access log: such a request may never reach the application, which writes the usual line."""
+        client = self.client[0] if self.client else None
+        logger.info(what, extra={"fields": {**fields, "client": client}})
 
     def _detach_application(self) -> bool:
         """Tell a running application that its client left; True where a refusal could not be told from its answer."""

@@ -398,3 +398,12 @@ def test_the_url_tells_the_real_port_and_a_reachable_host() -> None:
 def test_the_url_of_an_ipv6_address() -> None:
     with listen("::1", 0) as listener:
         assert re.fullmatch(r"http://\[::1\]:[1-9]\d*", base_url(listener))
+
+
+def test_refusals_are_in_the_access_log() -> None:
+    with running(max_header_size=1024) as server:
+        assert server.ask(GET + b"h: " + b"x" * 2000)[0] == 431
+        server.stop()
+        _, log = server.end()
+    (line,) = log.splitlines()
+    assert "refused status=431 code=headers_too_large client=127.0.0.1" in line
