@@ -47,7 +47,7 @@ class Gateway:
         if not self.router.served:
             wanted = ", ".join(sorted({repr(model.backend) for model in settings.models}))
             raise ConfigError(f"no plugin serves a model: the configuration names the backends {wanted}")
-        self.telemetry = Telemetry(settings, lambda: self.router.backends)
+        self.telemetry = Telemetry(settings, lambda: self.router.served)
         self.generator = Generator(plugins, self.telemetry)
         hook = plugins.hook.authenticate
         ask = (lambda headers: hook(headers=headers)) if hook.get_hookimpls() else None

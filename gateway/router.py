@@ -10,6 +10,8 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from suimon.gateway.admission import Admission
 from suimon.gateway.hookspecs import (
     Backend,
@@ -17,6 +19,7 @@ from suimon.gateway.hookspecs import (
     GenerateRequest,
     Health,
     InvalidRequest,
+    Load,
     ModelNotFound,
 )
 from suimon.gateway.plugin_manager import PluginManager
@@ -25,7 +28,7 @@ log = logging.getLogger("suimon.gateway")
 
 HEALTH_TIMEOUT = 1.0  # seconds; a backend is to answer from memory
 LOADING_RETRY_AFTER = 5.0  # seconds
-STOP_TIMEOUT = 10.0  # seconds that a backend may take to release everything
+STOP_TIMEOUT = 6.0  # seconds that a backend may take to release everything
 
 
 class Served:
@@ -66,6 +69,13 @@ class Served:
         except Exception:
             log.exception("the backend of model %r cannot tell its health", self.backend.model_id)
             return Health(state="failed", detail="the backend cannot tell its health")
+
+    def load(self) -> Load:
+        """How busy it is; what is running and waiting is counted at the door, where the backend has no queue."""
+        load = self.backend.load()
+        if self.backend.capabilities.own_queue:
+            return load
+        return msgspec.structs.replace(load, running=self.admission.running, waiting=self.admission.waiting)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise unless the backend is there and honours what the request asks for."""

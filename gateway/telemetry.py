@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from opentelemetry import trace
@@ -23,7 +23,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from suimon.gateway import semconv
-from suimon.gateway.hookspecs import Backend, BackendError, Delta, GenerateRequest, SamplingParams, Usage
+from suimon.gateway.hookspecs import BackendError, Delta, GenerateRequest, Load, SamplingParams, Usage
 from suimon.gateway.token_latency import TokenLatency
 
 if TYPE_CHECKING:
@@ -40,7 +40,15 @@ FLUSH_TIMEOUT = 1.0  # seconds that unsent telemetry may delay the end of the pr
 _PROPAGATOR = TraceContextTextMapPropagator()
 _DEFAULT_SAMPLING = SamplingParams()
 
-Backends = Callable[[], Mapping[str, Backend]]
+
+class Loaded(Protocol):
+    """Whatever can say how busy it is: a backend, or a backend with the queue in front of it."""
+
+    def load(self) -> Load:
+        """From memory, and from any thread."""
+
+
+Backends = Callable[[], Mapping[str, Loaded]]
 
 
 class Telemetry:

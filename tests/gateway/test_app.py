@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any
 
@@ -21,6 +22,13 @@ def chat_later(server: Any, results: list[Any], **fields: Any) -> threading.Thre
     thread = threading.Thread(target=lambda: results.append(server.chat(**fields)))
     thread.start()
     return thread
+
+
+def gauges(server: Any) -> tuple[float, float]:
+    """(running, waiting) as /metrics tells them."""
+    text = server.request("GET", "/metrics")[2].decode()
+    found = [re.search(rf"^suimon_requests_{name}{{[^}}]*}} (\S+)", text, re.M) for name in ("running", "waiting")]
+    return tuple(float(match[1]) for match in found)  # type: ignore[index,return-value]
 
 
 # --- The route table --------------------------------------------------------------------------------------------------
@@ -346,12 +354,14 @@ def test_what_is_too_much_is_refused_at_once_and_the_rest_is_answered(serve: Any
     assert {body["error"]["code"] for _, body in results} == {"overloaded"}
     status, headers, _ = server.request("POST", "/v1/chat/completions", tools.chat_body())
     assert status == 429
+    assert gauges(server) == (1.0, 2.0)
     assert 1 <= int(headers["retry-after"]) <= 60
     released.set()
     for thread in threads:
         thread.join(20)
     assert sorted(status for status, _ in results) == [200] * 3 + [429] * 17
     assert backend.most_at_once == 1
+    assert gauges(server) == (0.0, 0.0)
 
 
 # --- CORS -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -180,6 +181,7 @@ def test_many_clients_that_leave_leak_nothing(plain: Any, tools: Any) -> None:
     backend = plain.backend
     backend.script = [Delta(text="x"), tools.STALL]
     opened, gateway = backend.opened, plain.gateway
+    tasks = num_tasks(plain)
     for i in range(100):
         connection = send(plain, tools.chat_body(stream=bool(i % 2)))
         if i % 4 == 1:
@@ -187,11 +189,19 @@ def test_many_clients_that_leave_leak_nothing(plain: Any, tools: Any) -> None:
         connection.close()
     # Some left before their body had even been read; whoever did start is closed.
     tools.wait_until(lambda: backend.running == 0 and gateway.drain.in_flight == 0, "the last one's end")
+    tools.wait_until(lambda: num_tasks(plain) <= tasks, "the tasks' end")
     assert backend.opened > opened
     assert gateway.router.served["scripted"].admission.running == 0
     aborted = re.search(rb'finished_total\{[^}]*reason="abort"\} (\S+)', plain.request("GET", "/metrics")[2])
     assert aborted is not None
     assert float(aborted[1]) >= backend.opened - opened
+
+
+def num_tasks(server: Any) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    return asyncio.run_coroutine_threadsafe(count(), server.loop).result(10)
 
 
 # --- Clients that do not read -----------------------------------------------------------------------------------------
