@@ -6,19 +6,18 @@ others, through block tables with holes over a cache poisoned with NaN.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from suimon.core_engine.batch import ForwardBatch, ScheduledBatch, ScheduledSequence
 from suimon.core_engine.layers.kv_cache import KVCache
+from suimon.core_engine.loader import open_checkpoint
 from suimon.core_engine.models import load_model
 from suimon.core_engine.models.base import Model
 
@@ -63,27 +62,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class FolderCheckpoint:
-    """A saved folder, read with the safetensors package alone."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config: Mapping[str, Any] = json.loads((path / "config.json").read_text())
-        self.generation_config: Mapping[str, Any] = {}
-        self.tensors = load_file(path / "model.safetensors")
-
-    @property
-    def tensor_names(self) -> frozenset[str]:
-        return frozenset(self.tensors)
-
-    @property
-    def content_hash(self) -> str:
-        return "0" * 64
-
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.tensors[name].to(dtype)
-
-
 @pytest.fixture(scope="module")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """Build a family's tiny random transformers model and save it; returns the model and its folder."""
@@ -114,7 +92,7 @@ def family(request: pytest.FixtureRequest, save_tiny: Callable[[str], tuple[Any,
     with torch.inference_mode():
         expected = [oracle(torch.tensor([prompt])).logits[0] for prompt in prompts]
     return SimpleNamespace(
-        ours=load_model(FolderCheckpoint(folder), torch.float32), prompts=prompts, expected=expected, oracle=oracle
+        ours=load_model(open_checkpoint(folder), torch.float32), prompts=prompts, expected=expected, oracle=oracle
     )
 
 
