@@ -18,6 +18,7 @@ from dataclasses import replace
 from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
+from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.ending import resolve_max_tokens
 from suimon.core_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from suimon.core_engine.executor import ExecutorCapabilities, Pending, StepExecutor
@@ -78,7 +79,7 @@ class Engine:
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
-        self._finished_at: deque[float] = deque(maxlen=32)
+        self._drain_rate = DrainRate(clock)
 
     # --- the loop ---
 
@@ -167,7 +168,7 @@ class Engine:
         for output in outputs:
             self._num_generation_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                self._finished_at.append(self._clock())
+                self._drain_rate.count()
         self._check_idle()
         return outputs
 
@@ -250,14 +251,7 @@ class Engine:
         limit = self.config.max_num_queued_requests
         if len(self.scheduler.waiting) >= limit:
             message = f"{limit} requests are waiting already (max_num_queued_requests): try again later"
-            raise QueueFullError(message, retry_after=self._retry_after())
-
-    def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely free, from the pace of the last finished sequences."""
-        if len(self._finished_at) < 2:
-            return 1.0
-        pace = (self._clock() - self._finished_at[0]) / len(self._finished_at)
-        return min(max(pace, 1.0), 60.0)
+            raise QueueFullError(message, retry_after=self._drain_rate.seconds_for(1))
 
     def _sibling(self, leader: Sequence, index: int) -> Sequence:
         """Choice ``index`` of the leader's request: the same, but for its seed."""
@@ -285,7 +279,7 @@ class Engine:
         return self._num_sequences
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or only its choice ``index``, without further outputs.
+        """End a request, or its choice ``index`` because of a stop string in its text, without further outputs.
 
         False if it is not here (any more): aborting twice is harmless.
         """

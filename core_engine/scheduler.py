@@ -130,17 +130,17 @@ class Scheduler:
         self._wait(leader)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or only its choice ``index``, without outputs: at once or when its batch in flight is back.
+        """End a request without outputs, at once or when its batch in flight is back. False if it is not here.
 
-        False if it is not here.
+        Ending only choice ``index`` means that its reader has found a stop string: that counts as a stop.
         """
         group = self._requests.get(request_id, [])
         ended = [sequence for sequence in group if not sequence.is_ended and index in (None, sequence.index)]
         for sequence in ended:
-            self._end(sequence, "abort")
+            self._end(sequence, "abort" if index is None else "stop")
         for sequence in ended:
             self._settle(sequence)
-        self.num_aborted += bool(ended)
+        self.num_aborted += bool(ended) and index is None
         return bool(ended)
 
     def _wait(self, sequence: Sequence, *, again: bool = False) -> None:
@@ -167,13 +167,12 @@ class Scheduler:
 
     def _adapters_to_serve(self) -> set[str | None]:
         """If the running sequences use more adapters than fit one batch: those that were not served for longest."""
-        adapters = {sequence.adapter for sequence in self.running}
-        if len(adapters) > self.config.adapters_per_batch:
-            adapters = set(sorted(adapters, key=lambda a: self._served_at.get(a, 0))[: self.config.adapters_per_batch])
+        served_at = {sequence.adapter: self._served_at.get(sequence.adapter, 0) for sequence in self.running}
+        adapters = sorted(served_at, key=served_at.__getitem__)[: self.config.adapters_per_batch]
         # They had their turn even if it brings no batch, because the blocks they lack are held for other adapters.
         self._turn += 1
-        self._served_at.update(dict.fromkeys(adapters, self._turn))
-        return adapters
+        self._served_at = served_at | dict.fromkeys(adapters, self._turn)
+        return set(adapters)
 
     def _make_room_for_urgent(self) -> None:
         """Preempt sequences of lower priority if that lets the first waiting one start, and not otherwise."""
@@ -260,7 +259,6 @@ class Scheduler:
             return False
         self.num_queued_tokens -= sequence.num_tokens
         sequence.status = Status.RUNNING
-        sequence.num_overtaken = 0
         if sequence.timing.first_scheduled is None:
             sequence.timing.first_scheduled = self._clock()
         self.running.append(sequence)

@@ -274,9 +274,18 @@ def test_a_full_house_of_waiting_giants_is_not_searched_to_the_end(build: Module
     scheduler = build.make_scheduler(num_blocks=16, block_size=4, lookahead=2)
     add(scheduler, build.make_sequence(4, 1))
     step(scheduler)
-    add(scheduler, build.make_sequence(60, 2), build.make_sequence(60, 3), build.make_sequence(4, 4))
+    add(scheduler, *(build.make_sequence(length, i, arrival=9.0) for length, i in ((60, 2), (60, 3), (4, 4))))
     assert [seq_id for seq_id, *_ in step(scheduler)] == [1]
     assert [s.seq_id for s in scheduler.waiting] == [2, 3, 4]
+
+
+def test_nobody_overtakes_a_preempted_sequence(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(num_blocks=8, block_size=4, policy="priority")
+    add(scheduler, build.make_sequence(20, 1, priority=9))
+    step(scheduler)
+    add(scheduler, build.make_sequence(16, 2, priority=0), build.make_sequence(4, 3, priority=9))
+    assert step(scheduler) == [(2, 0, 16, 1)], "3 would fit, but it is 1 who lost its place"
+    assert [s.seq_id for s in scheduler.waiting] == [1, 3]
 
 
 def test_lower_priorities_do_not_overtake(build: ModuleType) -> None:
@@ -468,6 +477,17 @@ def test_the_rest_of_a_group_is_aborted_when_one_choice_has_ended(build: ModuleT
     assert leader.finish_reason == "length" and scheduler.has_unfinished
     assert scheduler.abort("group") and not scheduler.has_unfinished
     assert scheduler.num_finished == {"length": 1, "abort": 1}
+
+
+def test_a_choice_stopped_by_its_reader_counts_as_a_stop(build: ModuleType) -> None:
+    scheduler = build.make_scheduler()
+    leader = build.make_sequence(4, 1, request_id="group")
+    scheduler.add(leader, [build.make_sequence(4, 2, request_id="group", index=1)])
+    step(scheduler)
+    assert scheduler.abort("group", 0) and not scheduler.abort("group", 0) and not scheduler.abort("group", 7)
+    assert step(scheduler) == [(2, 0, 4, 1)]
+    assert scheduler.abort("group")
+    assert (scheduler.num_finished, scheduler.num_aborted) == ({"stop": 1, "abort": 1}, 1)
 
 
 def test_the_executor_learns_who_is_gone_with_the_next_batch(build: ModuleType) -> None:
