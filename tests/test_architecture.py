@@ -31,9 +31,9 @@ def sources(package: str) -> list[Path]:
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
-    """Dotted names a file imports; ``if TYPE_CHECKING`` does not run, so it does not count as top level."""
-    tree = ast.parse(path.read_text())
-    nodes = _run_at_import(tree.body) if top_level_only else ast.walk(tree)
+    """Dotted names a file imports; what is under ``if TYPE_CHECKING`` does not run and does not count."""
+    body = ast.parse(path.read_text()).body
+    nodes = _run_at_import(body) if top_level_only else _run_ever(body)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,13 +43,24 @@ def imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
 
 
 def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """The statements outside functions."""
     for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if _is_for_type_checkers(node):
             continue
         yield node
-        for name in ("body", "orelse", "handlers", "finalbody"):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for name in ("body", "orelse", "handlers", "finalbody"):
                 yield from _run_at_import(getattr(node, name, []))
+
+
+def _run_ever(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    for node in body:
+        if not _is_for_type_checkers(node):
+            yield from ast.walk(node)
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

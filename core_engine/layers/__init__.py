@@ -1,0 +1,1 @@
+"""What decoders are made of: one module per kind of layer, each over the kernels."""
