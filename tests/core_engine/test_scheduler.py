@@ -383,7 +383,39 @@ def test_a_preempted_leader_is_not_forked_from(build: ModuleType) -> None:
     assert step(scheduler) == [(1, 0, 7, 1)]
 
 
+def test_a_resumed_leader_is_not_forked_from_before_its_prompt_is_there_again(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_seqs=2, max_num_batched_tokens=4, policy="priority")
+    leader = build.make_sequence(6, 1, request_id="r", priority=5)
+    add(scheduler, build.make_sequence(1, 3, priority=0, max_tokens=3))
+    scheduler.add(leader, [build.make_sequence(6, 2, request_id="r", priority=5)])
+    assert [step(scheduler), step(scheduler)] == [[(3, 0, 1, 1), (1, 0, 3, 0)], [(3, 1, 1, 1), (1, 3, 3, 1)]]
+    add(scheduler, build.make_sequence(1, 4, priority=0, max_tokens=1))
+    assert step(scheduler) == [(3, 2, 1, 1), (4, 0, 1, 1)]
+    assert [step(scheduler), step(scheduler)] == [[(1, 0, 4, 0)], [(1, 4, 3, 1), (2, 0, 1, 0)]]
+
+
+def test_a_resumed_sibling_goes_on_from_its_own_cached_blocks(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_seqs=2, block_size=4, policy="priority", caching=True)
+    leader = build.make_sequence(6, 1, request_id="r", priority=5, max_tokens=20)
+    scheduler.add(leader, [build.make_sequence(6, 2, request_id="r", priority=5, max_tokens=20)])
+    for token_id in range(1, 7):
+        step(scheduler, token_id)
+    add(scheduler, build.make_sequence(1, 3, priority=0, max_tokens=1))
+    assert step(scheduler) == [(1, 11, 1, 1), (3, 0, 1, 1)]
+    assert step(scheduler) == [(1, 12, 1, 1), (2, 8, 3, 1)], "8 tokens in full blocks, more than the prompt's 6"
+
+
 # --- more than one batch in flight ---
+
+
+def test_what_is_in_flight_gives_way_to_an_urgent_one_only_when_it_is_back(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_seqs=1, policy="priority")
+    add(scheduler, build.make_sequence(4, 1, priority=9))
+    batch = scheduler.schedule()
+    add(scheduler, build.make_sequence(4, 2, priority=0))
+    assert scheduler.schedule() is None and scheduler.num_preemptions == 0
+    finish(scheduler, batch)
+    assert step(scheduler) == [(2, 0, 4, 1)] and scheduler.num_preemptions == 1
 
 
 def test_chunks_of_one_prompt_may_be_in_flight_together(build: ModuleType) -> None:
