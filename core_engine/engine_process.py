@@ -1,7 +1,7 @@
 """One engine process as its client sees it: started, spoken to, listened to, killed, reaped.
 
-Knows the socket, the frames and the process; does not judge whether the engine is healthy and never restarts it. It may
-be started before there is an event loop; from ``connect`` on everything happens on that loop.
+Knows the socket, the frames and the process; does not judge whether the engine is healthy and never restarts it. From
+``connect`` on everything happens on one event loop.
 """
 
 from __future__ import annotations

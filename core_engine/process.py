@@ -282,8 +282,12 @@ def _prepare_process() -> None:
     os.dup2(2, 1)  # whatever a library prints is a log line; standard output belongs to the gateway
     _set_up_logging("starting")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's business
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _terminate)
     _die_with_parent()
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(0)  # from wherever the main thread is, through the clean-up of what it holds
 
 
 def _set_up_logging(name: str) -> None:
@@ -303,4 +307,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # nothing is left to save, and tearing down an interpreter with torch in it takes its time

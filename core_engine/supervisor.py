@@ -81,7 +81,7 @@ class EngineSupervisor:
         Raises what ``model_path`` raises, and ModelLoadError (or its kind) if the engine cannot load it.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self.launch()
+        self._engine = EngineProcess(self._on_message)  # which imports torch while the model is being found
         try:
             self._model_path = await model_path
         except BaseException as error:
@@ -90,11 +90,6 @@ class EngineSupervisor:
             raise
         self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
         return await asyncio.shield(self._started)
-
-    def launch(self) -> None:
-        """Start the process ahead of ``start``, even ahead of the event loop: it needs its time to import torch."""
-        if self._engine is None:
-            self._engine = EngineProcess(self._on_message)
 
     def send(self, message: ToEngine) -> bool:
         """Send to a ready engine; False if there is none. Raises ValueError for a message too long for a frame."""
@@ -141,11 +136,9 @@ class EngineSupervisor:
         """Run one engine until it is dead and buried; the reason of its end."""
         self._failure = None
         try:
-            self.launch()
+            engine = self._engine = self._engine or EngineProcess(self._on_message)
         except OSError as error:
             return f"it could not be started: {error.strerror}"
-        assert self._engine is not None
-        engine = self._engine
         closed = await engine.connect()
         engine.send(Configure(config=self._config, model_path=self._model_path))
         self._configured_at = time.monotonic()

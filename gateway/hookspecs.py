@@ -38,7 +38,9 @@ import pluggy
 if TYPE_CHECKING:
     import argparse
 
-    from suimon.gateway.config import Settings
+    # Named again so that a plugin's annotations need no other module either.
+    from suimon.gateway.config import ModelSettings as ModelSettings
+    from suimon.gateway.config import Settings as Settings
 
 PROJECT = "suimon"
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from suimon.gateway.hookspecs import Backend, Capabilities, Delta, GenerateRequest, InvalidRequest, Usage, hookimpl
 
 if TYPE_CHECKING:
-    from suimon.gateway.config import Settings
+    from suimon.gateway.hookspecs import Settings
 
 _WORDS = re.compile(r"\S+\s*|\s+")
 

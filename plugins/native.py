@@ -37,7 +37,7 @@ from suimon.gateway.hookspecs import (
 )
 
 if TYPE_CHECKING:
-    from suimon.gateway.config import ModelSettings, Settings
+    from suimon.gateway.hookspecs import ModelSettings, Settings
 
 RETRY_AFTER = 5.0  # seconds, while an engine loads or is replaced
 
@@ -106,6 +106,9 @@ class NativeBackend(Backend):
             prefix_cache_hits=stats.prefix_cache_hits,
             restarts=self.client.restarts,
         )
+
+    def describe(self) -> Sequence[str]:
+        return tuple(self.client.model.plan)
 
     def _delta(self, output: RequestOutput, usage: Usage | None) -> Delta:
         logprobs = output.logprobs
