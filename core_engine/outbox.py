@@ -50,5 +50,5 @@ class Outbox:
     def _send(self) -> None:
         with suppress(BlockingIOError):
             while self._pending:
-                sent = self._sock.send(self._pending, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self._sock.send(self._pending, socket.MSG_DONTWAIT)
                 del self._pending[:sent]
