@@ -225,7 +225,6 @@ class Scheduler:
         self.blocks.free(sequence)
         self._cache_ops.append(TrimSequence(sequence.seq_id, 0))
         sequence.num_computed_tokens = 0
-        sequence.draft_token_ids = []
         sequence.out_of_slots = False
         sequence.num_overtaken = self.config.max_overtaken
         sequence.num_preemptions += 1

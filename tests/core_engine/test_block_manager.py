@@ -469,5 +469,5 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 def test_random_lives_against_the_model(build: ModuleType) -> None:
-    options = settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    options = settings(max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(lambda: BlockMachine(build), settings=options)

@@ -176,5 +176,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 def test_whatever_happens_the_tokens_are_those_of_solo_runs(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUIMON_CHECK_INVARIANTS", "1")
-    options = settings(max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    options = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(lambda: EngineMachine(build), settings=options)

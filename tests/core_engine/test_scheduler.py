@@ -482,6 +482,17 @@ def test_a_chunk_lost_for_lack_of_slots_spoils_the_next_one_too(build: ModuleTyp
     assert shape(scheduler.schedule()) == [(2, 5, 1, 1)], "one seat, until somebody has left"
 
 
+def test_a_token_sampled_after_a_lost_chunk_means_nothing(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_batched_tokens=8)
+    sequence = build.make_sequence(12, 1, arrival=1)
+    add(scheduler, build.make_sequence(4, 2, arrival=0), sequence)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert shape(second) == [(1, 4, 8, 1)]
+    scheduler.update(first, results(first, s1=SequenceResult(out_of_slots=True)))
+    assert finish(scheduler, second) == []
+    assert sequence.output_token_ids == [] and sequence.num_computed_tokens == 0
+
+
 # --- abort ---
 
 
@@ -520,6 +531,16 @@ def test_a_choice_stopped_by_its_reader_counts_as_a_stop(build: ModuleType) -> N
     assert step(scheduler) == [(2, 0, 4, 1)]
     assert scheduler.abort("group")
     assert (scheduler.num_finished, scheduler.num_aborted) == ({"stop": 1, "abort": 1}, 1)
+
+
+def test_a_choice_that_ends_before_its_leader_has_computed_the_prompt_never_starts(build: ModuleType) -> None:
+    scheduler = build.make_scheduler(max_num_batched_tokens=4)
+    leader = build.make_sequence(6, 1, request_id="group")
+    scheduler.add(leader, [build.make_sequence(6, 2, request_id="group", index=1)])
+    step(scheduler)
+    assert scheduler.abort("group", 1)
+    assert [step(scheduler), step(scheduler)] == [[(1, 4, 2, 1)], [(1, 6, 1, 1)]]
+    assert not scheduler.waiting and scheduler.num_queued_tokens == 0
 
 
 def test_the_executor_learns_who_is_gone_with_the_next_batch(build: ModuleType) -> None:
