@@ -12,9 +12,9 @@ const CHAT = {
     { role: "user", content: "Name three colours." },
   ],
   temperature: 0,
-  max_tokens: 24,
+  max_tokens: 8,
 };
-const PROMPT = { model, prompt: "Once upon a time", temperature: 0, max_tokens: 8 };
+const PROMPT = { model, prompt: "Once upon a time", temperature: 0, max_tokens: 6 };
 const REASONS = ["stop", "length"];
 
 const client = new OpenAI({ baseURL, apiKey, maxRetries: 0, timeout: 120_000 });

@@ -18,9 +18,9 @@ CHAT: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name three colours."}],
     "temperature": 0,
-    "max_tokens": 24,
+    "max_tokens": 8,
 }
-PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
 REASONS = ("stop", "length")
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0, timeout=120)

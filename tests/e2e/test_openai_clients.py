@@ -1,12 +1,14 @@
 """The openai packages of Python and of npm run the same script, and see the same.
 
-Here against scripted backends, where every answer is known; ``clients_see`` is what any server of ours must show them.
+First against scripted backends, where every answer and accident is known; then against the native engine and the demo
+model, as ``suimon serve`` starts them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -132,6 +134,23 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def native_url(demo_gguf: Path) -> Iterator[str]:
+    """``suimon serve`` with the demo model, in fp32 so that a text does not depend on how its prompt was batched."""
+    command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--port", "0", "--api-key", "key"]
+    options = ["--dtype", "float32", "--max-model-len", "1024"]
+    server = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert server.stdout is not None
+        urls = (re.search(r"http://\S+/v1", line) for line in server.stdout if "is ready" in line)
+        url = next(urls, None)
+        assert url is not None, "the server ended without a ready line"
+        yield url[0]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@pytest.fixture(scope="module")
 def node_script() -> Path:
     """The script beside an installed npm package, in the user's cache; skipped where npm cannot provide it."""
     if shutil.which("node") is None or shutil.which("npm") is None:
@@ -148,7 +167,7 @@ def node_script() -> Path:
 
 
 def clients_see(command: list[str], url: str, model: str) -> Any:
-    done = subprocess.run([*command, url, "key", model], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, url, "key", model], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -161,3 +180,15 @@ def test_the_python_package(url: str) -> None:
 def test_the_npm_package(url: str, node_script: Path) -> None:
     seen = clients_see(["node", str(node_script)], url, "org/model")
     assert seen == EXPECTED | {"special_models": SPECIAL}
+
+
+@pytest.mark.slow
+def test_the_python_package_and_the_demo_model(native_url: str) -> None:
+    seen = clients_see([sys.executable, str(HERE / "openai_script.py")], native_url, "SmolLM2-135M-Instruct")
+    assert seen == EXPECTED | {"special_models": {}}
+
+
+@pytest.mark.slow
+def test_the_npm_package_and_the_demo_model(native_url: str, node_script: Path) -> None:
+    seen = clients_see(["node", str(node_script)], native_url, "SmolLM2-135M-Instruct")
+    assert seen == EXPECTED | {"special_models": {}}
