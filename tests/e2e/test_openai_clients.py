@@ -137,7 +137,7 @@ def url() -> Iterator[str]:
 def native_url(demo_gguf: Path) -> Iterator[str]:
     """``suimon serve`` with the demo model, in fp32 so that a text does not depend on how its prompt was batched."""
     command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--port", "0", "--api-key", "key"]
-    options = ["--dtype", "float32", "--max-model-len", "1024"]
+    options = ["--dtype", "float32", "--max-model-len", "1024", "--num-threads", "1"]
     server = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
