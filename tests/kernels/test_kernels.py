@@ -117,9 +117,10 @@ def test_paged_attention(shares: list[tuple[int, int]], window: int | None, cap:
 def test_decodes_are_split_into_groups_of_like_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows are not padded to the longest, and a group's scratch stays bounded; nothing changes in the result."""
     monkeypatch.setattr(attention_plan, "SHORT_ROW", 4)
-    monkeypatch.setattr(attention_plan, "GROUP_SLOTS", 40)
+    monkeypatch.setattr(attention_plan, "CPU_GROUP_SLOTS", 40)
     shares = [(1, 19), (1, 3), (1, 20), (1, 2), (1, 18), (1, 9), (3, 8)]
-    groups = attention_plan.group_by_length({s: context for s, (length, context) in enumerate(shares) if length == 1})
+    sizes = {s: context for s, (length, context) in enumerate(shares) if length == 1}
+    groups = attention_plan.group_by_length(sizes, limit=40)
     assert sorted(member for group in groups for member in group) == [0, 1, 2, 3, 4, 5]
     assert groups == [[0, 2], [4, 5], [1, 3]]
     sequences = Sequences(shares)
