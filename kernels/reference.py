@@ -26,10 +26,10 @@ from suimon.kernels.linear_on_cpu import linear_on_cpu
 def write_kv_cache(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store ``key`` and ``value`` (T, KVH, D) at ``slots`` (T,) int64 of the caches, in place."""
+    """Store ``key`` and ``value`` (T, KVH, D) at ``slots`` (T,) int64 of the caches, in place and in their dtype."""
     T, row = len(slots), key_cache.shape[2] * key_cache.shape[3]
-    key_cache.view(-1, row)[slots] = key.reshape(T, row)
-    value_cache.view(-1, row)[slots] = value.reshape(T, row)
+    key_cache.view(-1, row)[slots] = key.reshape(T, row).to(key_cache.dtype)
+    value_cache.view(-1, row)[slots] = value.reshape(T, row).to(value_cache.dtype)
 
 
 def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -172,7 +172,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     """
     R = cos.shape[-1]
     rotated = x[..., :R].float()
-    partner = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else rotated.roll(R // 2, -1)
+    partner = torch.unflatten(rotated, -1, (-1, 2)).flip(-1).flatten(-2) if interleaved else rotated.roll(R // 2, -1)
     rotated = torch.addcmul(rotated * cos.unsqueeze(1), partner, sin.unsqueeze(1)).to(x.dtype)
     return rotated if x.shape[-1] == R else torch.cat((rotated, x[..., R:]), dim=-1)
 

@@ -136,15 +136,17 @@ def test_a_plan_serves_several_windows() -> None:
     torch.testing.assert_close(second, sequences.expected(None), atol=2e-6, rtol=1e-5)
 
 
-def test_write_kv_cache_writes_its_slots_only() -> None:
-    keys, values = torch.full((2, 3, 4, 2, 8), 7.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_kv_cache_writes_its_slots_only(dtype: torch.dtype) -> None:
+    keys, values = torch.full((2, 3, 4, 2, 8), 7.0, dtype=dtype)
     new = torch.randn(3, 6, 2, 8).transpose(0, 1)[:, :2].transpose(0, 1)  # as a view of a fused product is: strided
     slots = torch.tensor([9, 0, 5, 2, 7, 11])
     kernels.write_kv_cache(new[0], new[1], keys, values, slots)
     for cache, written in ((keys, new[0]), (values, new[1])):
         for slot in range(12):
             row = cache[slot // 4, slot % 4]
-            assert torch.equal(row, written[slots.tolist().index(slot)] if slot in slots else torch.full((2, 8), 7.0))
+            expected = written[slots.tolist().index(slot)] if slot in slots else torch.full((2, 8), 7.0)
+            assert torch.equal(row, expected.to(dtype))
 
 
 def test_copy_blocks_in_order() -> None:
