@@ -47,6 +47,10 @@ class _Ticket:
         self.priority = request.priority
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def is_admitted(self) -> bool:
+        return self.admitted.done() and not self.admitted.cancelled()
+
 
 class Admission:
     """The door of one backend."""
@@ -92,18 +96,22 @@ class Admission:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await ticket.admitted
         except BaseException as error:
-            if not self._queue.remove(ticket):
+            if ticket.is_admitted:
                 self._leave()  # it was let in, but is no longer there to enter
+            else:
+                self._queue.remove(ticket)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("The deadline passed while the request was waiting.") from None
             raise
 
     def _leave(self) -> None:
         self._rate.finished(time.monotonic())
-        if self._queue:
-            self._queue.pop().admitted.set_result(None)  # the place goes straight to the next
-        else:
-            self.running -= 1
+        while self._queue:
+            ticket = self._queue.pop()
+            if not ticket.admitted.cancelled():  # else it is leaving, and has not woken yet to say so
+                ticket.admitted.set_result(None)  # the place goes straight to the next
+                return
+        self.running -= 1
 
     def _overloaded(self) -> Overloaded:
         seconds = self._rate.seconds_for(self.waiting + 1, time.monotonic())

@@ -130,6 +130,20 @@ async def test_a_place_given_to_one_who_left_in_that_moment_is_passed_on() -> No
 
 
 @in_loop
+async def test_a_place_that_falls_free_as_its_next_owner_leaves_is_passed_on() -> None:
+    door, inside = admission(), []
+    first, second, third = (Guest(door, name, inside, arrival=i) for i, name in enumerate("abc"))
+    await settle()
+    first.done.set()
+    second.task.cancel()  # it has not woken to leave the queue when the first gives up its place
+    await settle()
+    await first.task
+    assert inside == ["a", "c"]
+    await third.leave()
+    assert (door.running, door.waiting) == (0, 0)
+
+
+@in_loop
 async def test_a_deadline_that_passes_while_waiting() -> None:
     door, inside = admission(), []
     first = Guest(door, "a", inside)
