@@ -84,11 +84,18 @@ class Generator:
 
 def _explained(error: BaseException, backend: Backend, request: GenerateRequest) -> BaseException:
     """What a backend raises by accident is logged with its name, and told to nobody else."""
-    if isinstance(error, BackendError) or not isinstance(error, Exception):
+    if isinstance(error, BackendError) or _is_cancellation(error):
         return error
     where = f"{type(backend).__module__}.{type(backend).__qualname__}"
     log.error("%s failed on request %s of model %r", where, request.request_id, request.model, exc_info=error)
     return BackendError(INTERNAL.message)
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Whether we are being ended. A CancelledError that nobody asked for is of something in the backend."""
+    task = asyncio.current_task()
+    is_asked_for = task is not None and task.cancelling() > 0
+    return is_asked_for if isinstance(error, asyncio.CancelledError) else not isinstance(error, Exception)
 
 
 async def _close(deltas: AsyncIterator[Delta]) -> None:

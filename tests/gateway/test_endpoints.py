@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from suimon.gateway.hookspecs import (
     Capabilities,
     ContextTooLong,
     Delta,
+    GenerateRequest,
     Health,
     Overloaded,
     TokenLogprob,
@@ -255,6 +257,20 @@ def test_an_error_after_the_first_token_is_one_event_before_the_end(server: Any,
     assert server.backend.running == 0
     server.backend.script = [Delta(finish_reason="stop", usage=Usage())]
     assert server.chat()[0] == 200
+
+
+@pytest.mark.parametrize("prompts", ["one", ["one", "two"]])
+def test_a_cancellation_inside_a_backend_is_its_failure(server: Any, tools: Any, prompts: Any, caplog: Any) -> None:
+    def cancelled(request: GenerateRequest) -> Any:
+        yield Delta(text="a")
+        raise asyncio.CancelledError
+
+    server.backend.script = cancelled
+    with caplog.at_level("ERROR"):
+        status, body = server.complete(prompt=prompts)
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "ScriptedBackend failed on request" in caplog.text
+    tools.wait_until(lambda: server.backend.running == 0, "the end of the others")
 
 
 def test_one_failing_prompt_ends_the_batch(server: Any, tools: Any) -> None:
