@@ -278,7 +278,9 @@ class Scheduler:
 
     def _count_prefix(self, sequence: Sequence) -> None:
         if sequence.timing.first_scheduled is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            # What a sibling finds is its leader's work for this very request.
+            leader = sequence.leader
+            sequence.num_cached_tokens = leader.num_cached_tokens if leader else sequence.num_computed_tokens
         if self.blocks.enable_prefix_caching:
             self.prefix_queries += sequence.num_tokens
             self.prefix_hits += sequence.num_computed_tokens

@@ -313,6 +313,18 @@ def test_cached_tokens_are_counted_once_and_below_the_prompt(build: ModuleType) 
     assert (scheduler.prefix_queries, scheduler.prefix_hits) == (32 + 32 + 52 + 52, 16 + 32 + 48)
 
 
+def test_the_work_of_an_ended_leader_is_not_reported_as_cached(build: ModuleType) -> None:
+    # The leader ends with its first token, so that its sibling finds the prompt in the cache instead of forking.
+    scheduler = build.make_scheduler(caching=True)
+    params = build.make_params(max_tokens=1, n=2)
+    leader = build.make_sequence(20, 1, request_id="r", params=params)
+    sibling = build.make_sequence(20, 2, request_id="r", index=1, params=params)
+    scheduler.add(leader, [sibling])
+    outputs = [output for _ in range(2) for output in finish(scheduler, scheduler.schedule())]
+    assert [(output.index, output.num_cached_tokens) for output in outputs] == [(0, 0), (1, 0)]
+    assert scheduler.prefix_hits == 16
+
+
 def test_a_resumed_sequence_finds_its_own_blocks_but_reports_no_cached_tokens(build: ModuleType) -> None:
     scheduler = build.make_scheduler(num_blocks=32, block_size=4, caching=True, policy="priority", max_num_seqs=1)
     victim = build.make_sequence(10, 1, priority=9)
