@@ -174,8 +174,9 @@ class EngineClient:
             self._occupy(-num_choices)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to the text; often no complete UTF-8 by itself."""
-        return self._check_loaded().tokenizer.token_bytes(token_id)
+        """What one token adds to the text; often no complete UTF-8 by itself. Also while the engine drains."""
+        prompts = self._prompts or self._check_loaded()
+        return prompts.tokenizer.token_bytes(token_id)
 
     async def tokenize(self, request: EngineRequest) -> list[int]:
         """The token ids of the request's prompt or rendered messages. Raises InvalidRequestError."""

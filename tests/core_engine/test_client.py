@@ -528,6 +528,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(start) -> None:
         assert client.state == "draining"
         with pytest.raises(EngineUnavailableError, match="shutting down"):
             await collect(client, request("1"))
+        assert client.token_bytes(5)  # of log-probabilities that the stream still brings
         rest = [output async for output in stream]
         assert rest[-1].num_output_tokens == 30
         await stopping
