@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _ID_LIMIT = 1 << 32  # ids are unsigned 32-bit numbers in the tokenizers library
+MANY_IDS = 4096  # take milliseconds to decode, and are decoded without the interpreter's lock
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to use from several threads; encoding releases the GIL.
+    """A model's tokenizer. Safe to use from several threads; long work releases the GIL.
 
     ``backend`` is the ``tokenizers.Tokenizer`` underneath, whose post-processor adds BOS and EOS.
     ``special_tokens`` are the named ones as text (``bos_token``, ``eos_token``, ...), which chat templates read.
@@ -72,7 +73,8 @@ class Tokenizer:
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: only batches are encoded without the interpreter's lock, which the event loop needs meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_chars: int | None = None
@@ -80,7 +82,7 @@ class Tokenizer:
         """``encode`` of each text."""
         for text in texts:
             check_text(text, max_chars, "prompt")
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, text: str, *, max_chars: int | None = None) -> list[int]:
@@ -100,7 +102,9 @@ class Tokenizer:
         if ids:
             check_id(min(ids))
             check_id(max(ids))
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) <= MANY_IDS:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # as in _encode
 
     def token_text(self, index: int) -> str:
         """The token as it stands in the vocabulary (``Ġthe``, ``▁the``, ``<0x0A>``), "" if there is none."""

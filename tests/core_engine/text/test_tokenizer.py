@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -500,6 +501,28 @@ def test_many_threads_get_the_ids_of_one() -> None:
     expected = [tokenizer.encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == expected
+
+
+@pytest.mark.parametrize("work", ["encode", "encode_chat", "decode"])
+def test_long_work_leaves_the_interpreter_to_others(work: str) -> None:
+    """An event loop lives in the same process."""
+    tokenizer = from_metadata(spm_metadata())
+    given = [5] * 2_000_000 if work == "decode" else "ab c " * 100_000
+    turns, done = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    before = turns
+    getattr(tokenizer, work)(given)
+    taken = turns - before
+    done.set()
+    other.join()
+    assert taken >= 5  # with the lock held, at most one on the way in and one on the way out
 
 
 def test_loading_a_gguf_imports_neither_torch_nor_transformers(demo_gguf: Path) -> None:
