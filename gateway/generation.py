@@ -48,7 +48,8 @@ class Generator:
 
         Raises BackendErrors only: whatever else a backend raises is logged with its name and becomes a plain 500.
         """
-        with self._telemetry.generation(request, stream=stream) as observation:
+        served_as = served.backend.model_id
+        with self._telemetry.generation(request, stream=stream, served_as=served_as) as observation:
             request = observation.request
             async with served.admission.admit(request):
                 observation.admitted()

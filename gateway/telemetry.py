@@ -76,17 +76,15 @@ class Telemetry:
         """Make this the process's tracer provider, so that spans made elsewhere in it go the same way. Once."""
         trace.set_tracer_provider(self._providers.tracer)
 
-    def observe_backends(self, backends: Backends) -> None:
-        """Read the gauges from these backends, by model name, from now on."""
-        self._backends = backends
-
-    def generation(self, request: GenerateRequest, *, stream: bool = False) -> Observation:
+    def generation(self, request: GenerateRequest, *, stream: bool = False, served_as: str = "") -> Observation:
         """Begin to observe one request that was routed; use as a context manager around its whole answer.
 
+        ``served_as`` is the model that it was routed to, the one it names by default. Metrics count under this name:
+        where a plugin routes, a client may name anything, and every name would be kept for good.
         The span's parent is the current one. ``observation.request`` is the request with the trace context for the
         backend.
         """
-        return Observation(self, request, stream)
+        return Observation(self, request, stream, served_as or request.model)
 
     def render_metrics(self) -> tuple[bytes, str]:
         """The body and content type of ``/metrics`` in the Prometheus text format."""
@@ -115,7 +113,7 @@ class Telemetry:
 class Observation:
     """One request being answered: a ``chat MODEL`` span, and its share of every instrument when it ends - once."""
 
-    def __init__(self, telemetry: Telemetry, request: GenerateRequest, stream: bool) -> None:
+    def __init__(self, telemetry: Telemetry, request: GenerateRequest, stream: bool, model: str) -> None:
         self._telemetry = telemetry
         self._started = time.perf_counter()
         self._first: float | None = None
@@ -128,21 +126,22 @@ class Observation:
         self._attributes = {
             semconv.OPERATION: operation,
             semconv.PROVIDER: PROVIDER_NAME,
-            semconv.REQUEST_MODEL: request.model,
+            semconv.REQUEST_MODEL: model,
         }
-        self._intervals = telemetry.inter_token.of(request.model)
+        self._intervals = telemetry.inter_token.of(model)
         self._span = telemetry.tracer.start_span(
-            f"{operation} {request.model}", kind=SpanKind.INTERNAL, attributes=self._attributes
+            f"{operation} {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
         )
         self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
         if self._span.is_recording():
-            self._span.set_attributes(_request_attributes(request, stream, telemetry.capture))
+            names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
+            self._span.set_attributes(names | _request_attributes(request, stream, telemetry.capture))
 
     def __enter__(self) -> Observation:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.finish(error=error)
+        self.finish(error)
 
     def admitted(self) -> None:
         """The request left the gateway's own queue for the backend."""
@@ -166,25 +165,24 @@ class Observation:
         if self._text is not None:
             self._text.append(delta.text)
 
-    def finish(self, usage: Usage | None = None, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """The request ended, with ``error`` if early. Only the first call counts; leaving the context is one."""
         if self._ended:
             return
         self._ended = True
-        usage = usage or self._usage
         elapsed = time.perf_counter() - self._started
         reason = self._reason(error)
-        self._record(elapsed, usage, reason, error)
-        self._end_span(usage, reason, error)
+        self._record(elapsed, reason, error)
+        self._end_span(reason, error)
 
     def _reason(self, error: BaseException | None) -> str:
         if error is None:
             return next(iter(self._finish_reasons.values()), "abort")
         return "abort" if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else "error"
 
-    def _record(self, elapsed: float, usage: Usage | None, reason: str, error: BaseException | None) -> None:
-        telemetry, attributes = self._telemetry, self._attributes
-        telemetry.finished.add(1, {semconv.REQUEST_MODEL: self.request.model, "reason": reason})
+    def _record(self, elapsed: float, reason: str, error: BaseException | None) -> None:
+        telemetry, attributes, usage = self._telemetry, self._attributes, self._usage
+        telemetry.finished.add(1, {semconv.REQUEST_MODEL: attributes[semconv.REQUEST_MODEL], "reason": reason})
         failed = {semconv.ERROR_TYPE: error_type(error)} if error is not None else {}
         telemetry.duration.record(elapsed, attributes | failed)
         if error is None and self._first is not None:
@@ -196,8 +194,8 @@ class Observation:
             telemetry.token_usage.record(usage.prompt_tokens, attributes | {semconv.TOKEN_TYPE: "input"})
             telemetry.token_usage.record(usage.completion_tokens, attributes | {semconv.TOKEN_TYPE: "output"})
 
-    def _end_span(self, usage: Usage | None, reason: str, error: BaseException | None) -> None:
-        span = self._span
+    def _end_span(self, reason: str, error: BaseException | None) -> None:
+        span, usage = self._span, self._usage
         if span.is_recording():
             reasons = [value for _, value in sorted(self._finish_reasons.items())] or [reason]
             span.set_attribute(semconv.FINISH_REASONS, reasons)
@@ -239,7 +237,7 @@ def _carrier(span: Span) -> dict[str, str]:
 
 def _request_attributes(request: GenerateRequest, stream: bool, capture: bool) -> dict[str, Any]:
     sampling = request.sampling
-    attributes: dict[str, Any] = {semconv.RESPONSE_ID: request.request_id, semconv.RESPONSE_MODEL: request.model}
+    attributes: dict[str, Any] = {semconv.RESPONSE_ID: request.request_id}
     for field, name in semconv.SAMPLING.items():
         value = getattr(sampling, field)
         if value != getattr(_DEFAULT_SAMPLING, field):

@@ -317,6 +317,9 @@ def test_a_plugin_may_route(serve: Any, scripted: Any) -> None:
     server = serve(first, second, plugins=[ToSecond()])
     assert server.chat(model="alias")[0] == 200
     assert (len(first.requests), len(second.requests)) == (0, 1)
+    metrics = server.request("GET", "/metrics")[2]
+    assert b'gen_ai_request_model="second",reason="stop"' in metrics
+    assert b"alias" not in metrics  # or every name that a client thinks of would be kept for good
     assert server.chat()[0] == 200
     assert len(first.requests) == 1
     assert server.chat(model="nobody")[0] == 404

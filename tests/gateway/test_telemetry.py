@@ -112,7 +112,7 @@ def test_an_aborted_request_counts_once_as_abort(left: BaseException) -> None:
     def leave() -> None:
         with telemetry.generation(make_request()) as observation:
             observation.delta(Delta(text="a", token_ids=(1,)))
-            observation.finish(error=left)
+            observation.finish(left)
             raise left
 
     for _ in range(10):
