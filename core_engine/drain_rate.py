@@ -1,4 +1,7 @@
-"""How fast requests have been leaving lately, from which a refused client is told when to come back."""
+"""How fast requests have been leaving lately, from which a refused client is told when to come back.
+
+Standard library only, because both sides of the process boundary import it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-SHORTEST, LONGEST = 1.0, 60.0  # seconds of advice
+SHORTEST, LONGEST = 1.0, 60.0  # seconds of advice; a longer estimate is a guess
 _REMEMBERED = 64
 
 

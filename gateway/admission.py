@@ -9,32 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.request_queue import Policy, RequestQueue
 from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, GenerateRequest, Overloaded
-from suimon.gateway.limits import MAX_RETRY_AFTER
-
-DRAIN_WINDOW = 32  # finished requests that the drain rate is measured over
-
-
-class DrainRate:
-    """How fast requests finish, measured over the last DRAIN_WINDOW of them."""
-
-    def __init__(self) -> None:
-        self._finished: deque[float] = deque(maxlen=DRAIN_WINDOW)
-
-    def finished(self, now: float) -> None:
-        self._finished.append(now)
-
-    def seconds_for(self, requests: int, now: float) -> float:
-        """The estimated time in which ``requests`` finish, from 1 to MAX_RETRY_AFTER seconds."""
-        if len(self._finished) < 2:
-            return 1.0
-        per_request = (now - self._finished[0]) / len(self._finished)
-        return min(max(1.0, requests * per_request), float(MAX_RETRY_AFTER))
 
 
 class _Ticket:
@@ -60,7 +40,7 @@ class Admission:
         self._capacity = capabilities.max_concurrency
         self._max_queued = max_queued
         self._queue: RequestQueue[_Ticket] = RequestQueue(policy)
-        self._rate = DrainRate()
+        self._drain_rate = DrainRate()
         self.running = 0
 
     @property
@@ -105,7 +85,7 @@ class Admission:
             raise
 
     def _leave(self) -> None:
-        self._rate.finished(time.monotonic())
+        self._drain_rate.count()
         while self._queue:
             ticket = self._queue.pop()
             if not ticket.admitted.cancelled():  # else it is leaving, and has not woken yet to say so
@@ -114,7 +94,7 @@ class Admission:
         self.running -= 1
 
     def _overloaded(self) -> Overloaded:
-        seconds = self._rate.seconds_for(self.waiting + 1, time.monotonic())
+        seconds = self._drain_rate.seconds_for(self.waiting + 1)
         return Overloaded(
             f"{self.running} requests are running and {self.waiting} waiting: try again in {seconds:.0f} s",
             retry_after=seconds,

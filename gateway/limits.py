@@ -1,6 +1,6 @@
 """How much one request may ask for. The caps that keep a small request from costing a large answer.
 
-Only numbers and names: ranges of sampling values are in ``openai.requests``, sizes that an operator sets are in
+Only numbers and names: ranges of sampling values are in ``openai.sampling``, sizes that an operator sets are in
 ``config``. The engine has caps of its own and trusts none of these.
 """
 
@@ -27,4 +27,3 @@ MAX_PROMPT_TOKENS = 1024 * 1024  # token ids in one body
 CHAT_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking"})
 
 MAX_ERROR_MESSAGE = 1000  # characters of an error's text that are sent: at six bytes each, well under 16 KiB
-MAX_RETRY_AFTER = 60  # seconds; a longer estimate is a guess

@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "core_engine", "kernels", "plugins")
 
+# What both sides of the process boundary share: one waiting order, one estimate of when to come back.
+SHARED = ("suimon.core_engine.request_queue", "suimon.core_engine.drain_rate")
 # package -> prefixes of suimon.* that it may import.
 ALLOWED = {
     "kernels": ("suimon.kernels",),
     "core_engine": ("suimon.core_engine", "suimon.kernels"),
-    "gateway": ("suimon.gateway", "suimon.core_engine.request_queue"),
+    "gateway": ("suimon.gateway", *SHARED),
     "plugins": ("suimon.plugins", "suimon.core_engine", "suimon.kernels", "suimon.gateway.hookspecs"),
 }
 # Third-party packages that core_engine may import only inside functions: the engine runs without them.
@@ -74,8 +76,10 @@ def test_packages_import_only_what_the_design_allows(package: str) -> None:
     assert wrong == []
 
 
-def test_the_shared_request_queue_needs_nothing_of_ours() -> None:
-    assert [n for n in imports(ROOT / "core_engine" / "request_queue.py") if n.startswith("suimon")] == []
+@pytest.mark.parametrize("module", SHARED)
+def test_what_the_gateway_shares_with_the_engine_needs_nothing_of_ours(module: str) -> None:
+    path = ROOT / module.removeprefix("suimon.").replace(".", "/")
+    assert [n for n in imports(path.with_suffix(".py")) if n.startswith("suimon")] == []
 
 
 def test_the_engine_starts_without_optional_packages() -> None:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suimon.gateway.admission import Admission, DrainRate
+from suimon.gateway.admission import Admission
 from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, GenerateRequest, Overloaded
-from suimon.gateway.limits import MAX_RETRY_AFTER
 
 
 def request(arrival: float = 0.0, *, priority: int = 0, deadline: float | None = None) -> GenerateRequest:
@@ -173,16 +172,6 @@ async def test_a_backend_with_its_own_queue_is_passed_through() -> None:
     assert len(inside) == 50
     for guest in guests:
         await guest.leave()
-
-
-def test_the_estimate_follows_the_rate_at_which_requests_finish() -> None:
-    rate = DrainRate()
-    assert rate.seconds_for(100, now=0.0) == 1.0
-    for second in range(10):
-        rate.finished(second * 2.0)
-    assert rate.seconds_for(5, now=20.0) == pytest.approx(10.0)
-    assert rate.seconds_for(1, now=18.0) >= 1.0
-    assert rate.seconds_for(10_000, now=20.0) == MAX_RETRY_AFTER
 
 
 @settings(max_examples=60, deadline=None)
