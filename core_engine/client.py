@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-from suimon.core_engine import errors
 from suimon.core_engine.chat_template import ChatTemplateRenderer
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.daemon_thread import in_daemon_thread
@@ -29,6 +28,7 @@ from suimon.core_engine.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
+    error_class,
 )
 from suimon.core_engine.loader.sources import resolve_model
 from suimon.core_engine.messages import AbortRequest, AddRequest, EndTokens, EngineReady, SequenceOutput, StepOutputs
@@ -85,9 +85,9 @@ class EngineClient:
 
     @property
     def detail(self) -> str:
-        return (
-            "shutting down: no new requests are taken" if self._draining else self._failure or self._supervisor.detail
-        )
+        if self._draining:
+            return "shutting down: no new requests are taken"
+        return self._failure or self._supervisor.detail
 
     @property
     def restarts(self) -> int:
@@ -308,6 +308,4 @@ _ADVICE = {
 
 def _request_error(output: SequenceOutput) -> EngineError:
     """The error of a request that the engine refused or could not finish, of its own class if that is one of ours."""
-    kind = getattr(errors, output.error_kind, EngineError)
-    known = isinstance(kind, type) and issubclass(kind, EngineError)
-    return (kind if known else EngineError)(output.error)
+    return error_class(output.error_kind)(output.error)

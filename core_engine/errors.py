@@ -44,3 +44,22 @@ class ModelLoadError(EngineError):
 
 class UnsupportedModelError(ModelLoadError):
     """The checkpoint is sound, but its architecture or format is not served here."""
+
+
+_BY_NAME: dict[str, type[EngineError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidRequestError,
+        ContextLengthError,
+        QueueFullError,
+        EngineDeadError,
+        EngineUnavailableError,
+        ModelLoadError,
+        UnsupportedModelError,
+    )
+}
+
+
+def error_class(name: str, otherwise: type[EngineError] = EngineError) -> type[EngineError]:
+    """The class of that name, as it comes over a process boundary; ``otherwise`` if it is none of these."""
+    return _BY_NAME.get(name, otherwise)

@@ -14,10 +14,9 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Protocol
 
-from suimon.core_engine import errors
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.engine_process import EngineProcess
-from suimon.core_engine.errors import EngineError, EngineUnavailableError, ModelLoadError
+from suimon.core_engine.errors import EngineError, EngineUnavailableError, ModelLoadError, error_class
 from suimon.core_engine.heartbeat import READY, STEPPING
 from suimon.core_engine.messages import (
     Configure,
@@ -215,6 +214,5 @@ class EngineSupervisor:
 
 def _load_error(failure: EngineFailed | None, reason: str) -> EngineError:
     """The error that the engine's last words name, if it is one of ours."""
-    kind = getattr(errors, failure.kind, ModelLoadError) if failure else ModelLoadError
-    known = isinstance(kind, type) and issubclass(kind, EngineError)
-    return (kind if known else ModelLoadError)(f"the engine could not load the model: {reason}")
+    kind = error_class(failure.kind, ModelLoadError) if failure else ModelLoadError
+    return kind(f"the engine could not load the model: {reason}")
