@@ -1,12 +1,12 @@
-"""EngineConfig: what an engine is asked to be. ``resolve`` (in engine start-up) fills in what ``auto`` means."""
+"""EngineConfig: what an engine is asked to be. What ``auto`` means is for memory.py, once the model is known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.request_queue import POLICIES
 
-POLICIES = ("fcfs", "priority")
 NATIVE_EXECUTOR = "suimon.core_engine.model_runner:ModelRunner"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

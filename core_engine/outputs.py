@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sequence import Timing
 
-# Why a sequence ended. "error" carries a message; "abort" is never shown to the one who left.
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """New text and tokens of choice ``index`` since its last output; the final one has ``finish_reason`` set.
 
-    ``text`` may lag behind ``token_ids``: incomplete UTF-8 and possible stop strings are held back. ``logprobs`` runs
-    parallel to ``token_ids``. ``stop_reason`` is the stop string or stop token id that ended it (None for EOS).
-    ``num_output_tokens`` counts this choice so far.
+    It is "stop" or "length". ``text`` may lag behind ``token_ids``: incomplete UTF-8 and possible stop strings are held
+    back. ``logprobs`` runs parallel to ``token_ids``. ``stop_reason`` is the stop string or stop token id that ended it
+    (None for EOS). ``num_output_tokens`` counts this choice so far.
     """
 
     request_id: str
@@ -30,13 +27,13 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
     """What one step brought one sequence: choice ``index`` of the request. The last one has ``finish_reason`` set.
 
+    It is "stop", "length" or "error"; who aborts a sequence hears no more of it.
     ``token_ids`` are new; an end token is among them. ``logprobs`` runs parallel to them when asked for.
     ``stop_reason`` is the stop token id that ended it (None for EOS); ``error`` the message if that is the reason.
     ``num_output_tokens`` counts this choice so far. ``timing`` comes with the first and the last output.

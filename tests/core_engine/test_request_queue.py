@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suimon.core_engine import request_queue
-from suimon.core_engine.config import POLICIES
 from suimon.core_engine.request_queue import RequestQueue, make_policy
 
 
@@ -32,10 +31,6 @@ def fill(queue: RequestQueue[Item], *items: Item) -> RequestQueue[Item]:
     for item in items:
         queue.push(item)
     return queue
-
-
-def test_every_configurable_policy_exists() -> None:
-    assert set(POLICIES) == set(request_queue.POLICIES)
 
 
 def test_unknown_policy_names_the_known_ones() -> None:
