@@ -255,24 +255,8 @@ class Engine:
 
     def _sibling(self, leader: Sequence, index: int) -> Sequence:
         """Choice ``index`` of the leader's request: the same, but for its seed."""
-        return Sequence(
-            seq_id=self._next_seq_id(),
-            request_id=leader.request_id,
-            prompt_token_ids=leader.prompt_token_ids,
-            params=leader.params,
-            max_tokens=leader.max_tokens,
-            index=index,
-            seed=_derive_seed(leader.seed, index),
-            tenant=leader.tenant,
-            priority=leader.priority,
-            weight=leader.weight,
-            deadline=leader.deadline,
-            adapter=leader.adapter,
-            adapter_hash=leader.adapter_hash,
-            cache_salt=leader.cache_salt,
-            trace_context=leader.trace_context,
-            timing=replace(leader.timing),
-        )
+        seed = _derive_seed(leader.seed, index)
+        return replace(leader, seq_id=self._next_seq_id(), index=index, seed=seed, timing=replace(leader.timing))
 
     def _next_seq_id(self) -> int:
         self._num_sequences += 1

@@ -63,25 +63,26 @@ class Sequence:
     adapter_hash: str | None = None
     cache_salt: str | None = None
     trace_context: Mapping[str, str] | None = None
-    leader: Sequence | None = None
-
-    output_token_ids: list[int] = field(default_factory=list)
-    draft_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
-    num_cached_tokens: int = 0
-    num_overtaken: int = 0
-    num_preemptions: int = 0
-    status: Status = Status.WAITING
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-    out_of_slots: bool = False
-    siblings: list[Sequence] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
-    block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
-    stop_token_ids: frozenset[int] = frozenset()
+
+    # What becomes of it. A copy for another choice begins anew here.
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    draft_token_ids: list[int] = field(default_factory=list, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_in_flight: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_overtaken: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    status: Status = field(default=Status.WAITING, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    stop_reason: int | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    out_of_slots: bool = field(default=False, init=False)
+    leader: Sequence | None = field(default=None, init=False)
+    siblings: list[Sequence] = field(default_factory=list, init=False)
+    block_table: list[int] = field(default_factory=list, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    stop_token_ids: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
