@@ -223,6 +223,10 @@ class Engine:
         self.scheduler.add(leader, [self._sibling(leader, index) for index in range(1, params.n)])
         self._num_prompt_tokens += len(prompt)
 
+    def add_end_tokens(self, token_ids: Iterable[int]) -> None:
+        """From now on these end a sequence too, unless it ignores them."""
+        self.scheduler.eos_token_ids |= frozenset(token_ids)
+
     @property
     def context_limit(self) -> int:
         """The most tokens a sequence can have: the model's context, or the whole KV cache if that is less."""
@@ -250,8 +254,9 @@ class Engine:
     def _check_queue(self) -> None:
         limit = self.config.max_num_queued_requests
         if len(self.scheduler.waiting) >= limit:
-            message = f"{limit} requests are waiting already (max_num_queued_requests): try again later"
-            raise QueueFullError(message, retry_after=self._drain_rate.seconds_for(1))
+            wait = self._drain_rate.seconds_for(1)
+            message = f"{limit} sequences are waiting already (max_num_queued_requests): try again in {wait:.0f} s"
+            raise QueueFullError(message, retry_after=wait)
 
     def _sibling(self, leader: Sequence, index: int) -> Sequence:
         """Choice ``index`` of the leader's request: the same, but for its seed."""

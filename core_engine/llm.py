@@ -66,7 +66,7 @@ class LLM:
         tokenizer, renderer = load_text_side(path, self.config.chat_template)
         self.engine = built.engine
         self.plan = built.plan
-        self.engine.scheduler.eos_token_ids |= tokenizer.eos_token_ids
+        self.engine.add_end_tokens(tokenizer.eos_token_ids)
         self._prompts = PromptBuilder(
             tokenizer, renderer, self.engine.executor.capabilities.vocab_size, self.engine.context_limit
         )

@@ -144,7 +144,7 @@ class EngineLoop:
             case AbortRequest():
                 self._engine.abort(message.request_id, message.index)
             case EndTokens():
-                self._engine.scheduler.eos_token_ids |= frozenset(message.token_ids)
+                self._engine.add_end_tokens(message.token_ids)
             case _:
                 logger.warning("ignored a %s in mid-service", type(message).__name__)
         return []

@@ -343,7 +343,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(build: ModuleType) -> 
     engine = build.make_engine(max_num_queued_requests=2)
     for name in "ab":
         engine.add_request(name, [1], build.make_params(max_tokens=2))
-    with pytest.raises(QueueFullError, match="2 requests are waiting") as caught:
+    with pytest.raises(QueueFullError, match="2 sequences are waiting") as caught:
         engine.add_request("c", [1], build.make_params())
     assert caught.value.retry_after == 1.0
     with pytest.raises(ContextLengthError):  # coming back later would not help this one
