@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from suimon.core_engine.config import NATIVE_EXECUTOR, EngineConfig
 from suimon.core_engine.engine import Engine
 from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import ForwardExecutor
-from suimon.core_engine.loader.checkpoint import Checkpoint
+from suimon.core_engine.loader.end_tokens import config_end_tokens
 
 UNLIMITED = sys.maxsize  # whoever feeds the engine has its own limit, which counts what runs as well as what waits
 
@@ -50,7 +49,8 @@ def _build_native(config: EngineConfig, model_path: str) -> BuiltEngine:
     runner = ModelRunner.load(config, checkpoint)
     resolved = replace(config, max_num_batched_tokens=runner.plan.max_num_batched_tokens)
     _warm_up(runner)
-    engine = Engine(runner, resolved, end_tokens(checkpoint), model_version=checkpoint.content_hash)
+    ends = config_end_tokens(checkpoint.generation_config, checkpoint.config)
+    engine = Engine(runner, resolved, ends, model_version=checkpoint.content_hash)
     return BuiltEngine(engine, tuple(runner.plan.describe().splitlines()))
 
 
@@ -60,17 +60,6 @@ def _warm_up(executor: ForwardExecutor) -> None:
     It is written to a slot of a block that nobody holds, and will be overwritten before it is read.
     """
     executor.forward(ScheduledBatch(0, [ScheduledSequence(0, [0], 0, [0])]))
-
-
-def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
-    """The ids that end an answer according to the checkpoint: generation config and config, each one or several."""
-    named = (source.get("eos_token_id") for source in (checkpoint.generation_config, checkpoint.config))
-    return frozenset(token_id for value in named for token_id in _as_ids(value))
-
-
-def _as_ids(value: object) -> Iterable[int]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return (item for item in values if isinstance(item, int) and item >= 0)
 
 
 def load_class(name: str) -> Any:

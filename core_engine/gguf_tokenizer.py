@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
+from suimon.core_engine.loader.end_tokens import marked_end_tokens
 from suimon.core_engine.pre_tokenizers import pre_tokenizer
 from suimon.core_engine.spm_tokenizer import (
     BYTE,
@@ -48,25 +49,6 @@ _NAMED_TOKENS = {
     "mask_token": "mask_token_id",
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-# Control tokens that end an answer whatever key names them: many files give only one of a model's several.
-_END_MARKERS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<end_of_utterance>",
-    "<EOT>",
-    "[EOT]",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +254,9 @@ def _special_tokens(vocabulary: _Vocabulary) -> dict[str, str]:
 
 
 def _end_token_ids(vocabulary: _Vocabulary) -> frozenset[int]:
-    named = {vocabulary.token_id(key) for key in _END_KEYS} - {None}
+    named = (vocabulary.token_id(key) for key in _END_KEYS)
     control = {vocabulary.tokens[index]: index for index in (vocabulary.types == CONTROL).nonzero()[0].tolist()}
-    markers = set(_END_MARKERS)
-    if "<|return|>" in control:
-        markers.discard("<|end|>")  # there it ends a message, and the answer has several
-    return frozenset(named | {control[marker] for marker in markers & control.keys()})  # type: ignore[arg-type]
+    return frozenset(marked_end_tokens(control)).union(index for index in named if index is not None)
 
 
 def _chat_template(vocabulary: _Vocabulary) -> str | None:

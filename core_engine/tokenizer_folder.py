@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suimon.core_engine.errors import ModelLoadError
+from suimon.core_engine.loader.end_tokens import config_end_tokens, token_ids
 from suimon.core_engine.tokenizer import Tokenizer, frame_with
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def load_folder(folder: Path, cache_dir: Path | None) -> Tokenizer:
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
-        eos_token_ids=_end_token_ids(read_json(folder / "generation_config.json"), model_config),
+        eos_token_ids=config_end_tokens(read_json(folder / "generation_config.json"), model_config),
         chat_template=_chat_template(folder, config),
         content_hash=digest.hexdigest(),
     )
@@ -103,7 +104,7 @@ def _token_text(value: object) -> str | None:
 def _name_by_id(backend: Backend, special_tokens: dict[str, str], model_config: Mapping[str, Any]) -> None:
     """Where no tokenizer file names BOS or EOS, the model's own config may give the id."""
     for name in ("bos_token", "eos_token"):
-        ids = list(_ids(model_config, name + "_id"))
+        ids = list(token_ids(model_config.get(name + "_id")))
         text = backend.id_to_token(ids[0]) if ids and name not in special_tokens else None
         if text is not None:
             special_tokens[name] = text
@@ -125,19 +126,6 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
     flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
     return AddedToken(str(entry["content"]), **flags)
-
-
-def _end_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """Every id that any of the configs ends an answer on: a list of them, or one; a multi-modal model's are nested."""
-    nested = [config["text_config"] for config in configs if isinstance(config.get("text_config"), dict)]
-    return frozenset(index for config in (*configs, *nested) for index in _ids(config, "eos_token_id"))
-
-
-def _ids(config: Mapping[str, Any], key: str) -> Iterator[int]:
-    value = config.get(key)
-    for index in value if isinstance(value, list) else [value]:
-        if isinstance(index, int) and index >= 0:
-            yield index
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
+from suimon.core_engine.loader.end_tokens import marked_end_tokens
 from suimon.core_engine.loader.gguf import GGUFHeader
 from suimon.core_engine.loader.gguf_names import (
     ARCHITECTURES,
@@ -30,10 +31,6 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _GEMMA3_LOCAL_BASE = 10_000.0
 # The only models whose attention scale is not that of their head size: 27B, known by their number of layers.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
-# Control tokens that end a turn or a text: a file names at most three of them by id, its model may emit any.
-_END_TOKENS = frozenset(
-    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-)
 _SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -106,7 +103,7 @@ def _control_end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     if not isinstance(tokens, list) or not isinstance(types, np.ndarray):
         return []  # no vocabulary here: the tokenizer's loader says what is wrong with it
     controls = np.flatnonzero(types[: len(tokens)] == _CONTROL).tolist()
-    return [index for index in controls if tokens[index] in _END_TOKENS]
+    return marked_end_tokens({tokens[index]: index for index in controls})
 
 
 class _Metadata:

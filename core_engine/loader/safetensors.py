@@ -35,7 +35,8 @@ class SafetensorsCheckpoint:
         self.path = path
         self._folder = path if path.is_dir() else path.parent
         self.config: Mapping[str, Any] = _read_json(self._folder / "config.json")
-        self.generation_config: Mapping[str, Any] = self._read_generation_config()
+        generation_config = self._folder / "generation_config.json"
+        self.generation_config: Mapping[str, Any] = _read_json(generation_config) if generation_config.exists() else {}
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
 
@@ -58,13 +59,6 @@ class SafetensorsCheckpoint:
                 "quantized safetensors are not served yet; use the unquantized model or a GGUF file"
             )
         return tensor.to(dtype, copy=True)
-
-    def _read_generation_config(self) -> dict[str, Any]:
-        """generation_config.json, whose ``eos_token_id`` becomes the list of all that it and config.json name."""
-        file = self._folder / "generation_config.json"
-        generation = _read_json(file) if file.exists() else {}
-        ends = [*_ids(generation.get("eos_token_id")), *_ids(self.config.get("eos_token_id"))]
-        return {**generation, "eos_token_id": list(dict.fromkeys(ends))}
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name, every file opened and every name found in it."""
@@ -120,11 +114,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _is_plain_name(file: str) -> bool:
     return file.endswith(".safetensors") and not any(mark in file for mark in ("/", "\\", "\0", ":"))
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
 from suimon.core_engine.loader import open_checkpoint
+from suimon.core_engine.loader.end_tokens import config_end_tokens
 from suimon.core_engine.loader.safetensors import SafetensorsCheckpoint
 
 INDEX = "model.safetensors.index.json"
@@ -161,19 +162,25 @@ def test_head_is_there_when_the_file_has_it(tied: bool, head_present: bool, tmp_
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [([5, 6], 2, [5, 6, 2]), (2, 2, [2]), (None, [3, 4], [3, 4]), ([5, 6], None, [5, 6]), (None, None, [])],
+    [
+        ([5, 6], 2, {5, 6, 2}),
+        (2, 2, {2}),
+        (None, [3, 4], {3, 4}),
+        ([5, 6], None, {5, 6}),
+        (None, None, set()),
+        ([True, -1, "7", 8], 2.0, {8}),
+    ],
 )
-def test_every_end_token_of_both_configs_is_kept(
-    single: Path, generation: Any, config: Any, expected: list[int]
-) -> None:
-    (single / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.5}))
+def test_every_end_token_of_both_configs_counts(single: Path, generation: Any, config: Any, expected: set[int]) -> None:
+    (single / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     edit_json(single / "config.json", eos_token_id=config)
-    assert open_checkpoint(single).generation_config == {"eos_token_id": expected, "temperature": 0.5}
+    checkpoint = open_checkpoint(single)
+    assert config_end_tokens(checkpoint.generation_config, checkpoint.config) == expected
 
 
 def test_generation_config_may_be_missing(single: Path) -> None:
     (single / "generation_config.json").unlink()
-    assert open_checkpoint(single).generation_config == {"eos_token_id": [2]}
+    assert open_checkpoint(single).generation_config == {}
 
 
 def test_quantized_tensor_is_refused_by_name(single: Path) -> None:
