@@ -8,11 +8,8 @@ takes 1.7 s, so the ranked list is kept in the user's cache, keyed by what it wa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from suimon.core_engine.errors import ModelLoadError
+from suimon.core_engine.loader.cache import write_atomically
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -151,18 +149,9 @@ def _read_cache(path: Path, size: int) -> Merges | None:
 
 
 def _write_cache(path: Path, merges: Merges) -> None:
-    """Atomic: a reader sees the whole file or none. A cache that cannot be written costs time, nothing else."""
+    """A cache that cannot be written costs time, nothing else."""
     payload = merges.astype("<i4").tobytes()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, hashlib.sha256(payload).digest() + payload)
     except OSError as error:
         logger.info("the merges are not cached: %s", error)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from suimon.core_engine.errors import ModelLoadError
 from suimon.core_engine.loader.end_tokens import config_end_tokens, token_ids
+from suimon.core_engine.loader.json_file import read_object_if_there
 from suimon.core_engine.tokenizer import Tokenizer, frame_with
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 def load_folder(folder: Path, cache_dir: Path | None) -> Tokenizer:
     """The tokenizer in ``folder``; raises ModelLoadError naming the file that is missing or wrong."""
-    config = read_json(folder / "tokenizer_config.json")
-    model_config = read_json(folder / "config.json")
+    config = read_object_if_there(folder / "tokenizer_config.json")
+    model_config = read_object_if_there(folder / "config.json")
     backend, digest = _backend(folder, cache_dir)
-    special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+    special_tokens = _special_tokens(config, read_object_if_there(folder / "special_tokens_map.json"))
     _name_by_id(backend, special_tokens, model_config)
     _add_missing(backend, config, special_tokens)
     if "add_bos_token" in config or "add_eos_token" in config:
@@ -42,23 +43,10 @@ def load_folder(folder: Path, cache_dir: Path | None) -> Tokenizer:
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
-        eos_token_ids=config_end_tokens(read_json(folder / "generation_config.json"), model_config),
+        eos_token_ids=config_end_tokens(read_object_if_there(folder / "generation_config.json"), model_config),
         chat_template=_chat_template(folder, config),
         content_hash=digest.hexdigest(),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``, or {} if there is no such file. Raises ModelLoadError for anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: holds {type(content).__name__}, expected a JSON object")
-    return content
 
 
 def _backend(folder: Path, cache_dir: Path | None) -> tuple[Backend, hashlib._Hash]:
@@ -132,7 +120,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    template = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    template = read_object_if_there(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict) and "name" in entry}
         template = named.get("default")

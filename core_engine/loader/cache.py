@@ -18,14 +18,14 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "suimon"
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Readers see the old content or all of the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o644)  # a cache may be shared; nothing in it is secret
-            file.write(text)
+            file.write(content)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

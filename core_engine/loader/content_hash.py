@@ -60,7 +60,7 @@ def _recall(note: Path) -> str | None:
 def _keep(note: Path, digest: str) -> None:
     with contextlib.suppress(OSError):  # an unwritable cache costs time, not correctness
         if not note.exists():
-            write_atomically(note, digest)
+            write_atomically(note, digest.encode())
 
 
 def _digest(path: Path) -> str:

@@ -164,7 +164,8 @@ def _put_in_place(spec: PyPISpec, source: Path, target: Path, digest: str) -> Pa
     _marker(target).unlink(missing_ok=True)
     source.replace(target)
     remember(target, digest)
-    write_atomically(_marker(target), json.dumps({"spec": spec.text, "size": size, "sha256": digest}))
+    record = {"spec": spec.text, "size": size, "sha256": digest}
+    write_atomically(_marker(target), json.dumps(record).encode())
     return target
 
 

@@ -6,7 +6,6 @@ tensor in a file that the index does not give it to is not seen. Knows folders a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
 from suimon.core_engine.loader.content_hash import hash_files
+from suimon.core_engine.loader.json_file import read_object, read_object_if_there
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_JSON_BYTES = 64 << 20
 # float8 weights come with scales beside them: without those, their values are not the model's.
 _PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -34,9 +33,8 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = path if path.is_dir() else path.parent
-        self.config: Mapping[str, Any] = _read_json(self._folder / "config.json")
-        generation_config = self._folder / "generation_config.json"
-        self.generation_config: Mapping[str, Any] = _read_json(generation_config) if generation_config.exists() else {}
+        self.config: Mapping[str, Any] = read_object(self._folder / "config.json")
+        self.generation_config: Mapping[str, Any] = read_object_if_there(self._folder / "generation_config.json")
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
 
@@ -101,7 +99,7 @@ def _single_file(folder: Path) -> Path:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: 'weight_map' is missing or no object of tensor names and files")
     for name, file in weight_map.items():
@@ -114,17 +112,3 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _is_plain_name(file: str) -> bool:
     return file.endswith(".safetensors") and not any(mark in file for mark in ("/", "\\", "\0", ":"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: holds {type(value).__name__}, expected an object")
-    return value
