@@ -7,7 +7,6 @@ that one request fails and the worker is replaced; the others do not notice.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import queue
 import socket
@@ -16,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,13 @@ START_TIMEOUT = 30.0  # seconds until a new worker must have compiled the templa
 MAX_CHARS = 16 << 20
 MEMORY_LIMIT = 1 << 30
 
+_CLOSED = "the renderer of chat templates is closed"
 # What a worker needs to find Python and jinja2. No keys or tokens of the operator: a template might get out.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class ChatTemplateRenderer:
-    """Renders one template. Safe to use from several threads and event loops.
+    """Renders one template. Blocking, and safe to use from several threads.
 
     ``special_tokens`` (``bos_token``, ...) are variables of the template. Up to ``workers`` requests render at once,
     each for at most ``deadline`` seconds; more wait their turn. ``template`` may be None: then every rendering is
@@ -60,7 +59,6 @@ class ChatTemplateRenderer:
             # For a worker whose parent is gone; while it is there, the deadline ends a rendering sooner.
             "cpu_seconds": int(deadline + START_TIMEOUT),
         }
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="chat-template")
         # One entry per place: an idle worker, or None where it is to be started first.
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(workers):
@@ -77,28 +75,7 @@ class ChatTemplateRenderer:
         for _ in range(self._places):
             self._idle.put(self._idle.get() or self._new_worker())
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """``render_sync`` off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads,
-            lambda: self.render_sync(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=template_kwargs,
-            ),
-        )
-
-    def render_sync(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -132,13 +109,15 @@ class ChatTemplateRenderer:
             worker.wait_until_ready()
         except ModelLoadError:
             self._drop(worker)
+            if self._closed:  # the template may be sound: it is we who ended the worker
+                raise EngineUnavailableError(_CLOSED) from None
             raise
         return worker
 
     def _new_worker(self) -> _Worker:
         with self._lock:
             if self._closed:
-                raise EngineUnavailableError("the renderer of chat templates is closed")
+                raise EngineUnavailableError(_CLOSED)
             worker = _Worker(self._setup)
             self._running.add(worker)
             return worker
@@ -194,7 +173,6 @@ class ChatTemplateRenderer:
             running, self._running = self._running, set()
         for worker in running:
             worker.kill()
-        self._threads.shutdown(wait=False)
 
 
 class _WorkerLostError(Exception):

@@ -61,7 +61,7 @@ class PromptBuilder:
         self._renderer.close()
 
     def _render(self, request: EngineRequest, messages: Sequence[Message]) -> str:
-        return self._renderer.render_sync(
+        return self._renderer.render(
             messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -5,13 +5,13 @@ The oracle for what is printed is transformers' own rendering of the same templa
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,17 +100,17 @@ def request_frame(messages: list[dict[str, Any]], **options: Any) -> dict[str, A
 
 
 def test_messages_become_the_prompt(renderer: Renderers) -> None:
-    text = renderer(CHATML).render_sync([SYSTEM, USER])
+    text = renderer(CHATML).render([SYSTEM, USER])
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi there! \n<|im_end|>\n<|im_start|>assistant\n"
     )
-    text = renderer("{{ bos_token }}" + CHATML).render_sync([USER], add_generation_prompt=False)
+    text = renderer("{{ bos_token }}" + CHATML).render([USER], add_generation_prompt=False)
     assert text == "<s><|im_start|>user\n Hi there! \n<|im_end|>\n"
 
 
 def test_the_demo_models_template(renderer: Renderers, demo_gguf: Path) -> None:
     template = load_tokenizer(demo_gguf).chat_template
-    text = renderer(template).render_sync([{"role": "user", "content": "What is the capital of France?"}])
+    text = renderer(template).render([{"role": "user", "content": "What is the capital of France?"}])
     assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -170,13 +170,13 @@ def test_templates_of_real_models_print_what_they_print_in_transformers(llama_cp
 
 def test_what_the_template_raises_reaches_the_client(renderer: Renderers) -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate user/assistant") as caught:
-        renderer(ALTERNATING).render_sync([USER, USER])
+        renderer(ALTERNATING).render([USER, USER])
     assert caught.value.param == "messages"
 
 
 def test_no_messages_are_refused(renderer: Renderers) -> None:
     with pytest.raises(InvalidRequestError, match="messages is empty"):
-        renderer(CHATML).render_sync([])
+        renderer(CHATML).render([])
 
 
 def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
@@ -251,30 +251,30 @@ def test_what_cannot_be_continued_is_refused(renderer: Renderers) -> None:
     for template, message in [(CHATML, CALL), ("nothing", ASSISTANT)]:
         assert render_here(template, [message], continue_final_message=True).startswith("request: ")
     with pytest.raises(InvalidRequestError, match="exclude each other"):
-        renderer(CHATML).render_sync([ASSISTANT], add_generation_prompt=True, continue_final_message=True)
+        renderer(CHATML).render([ASSISTANT], add_generation_prompt=True, continue_final_message=True)
 
 
 def test_only_the_templates_own_options_can_be_set(renderer: Renderers) -> None:
     thinking = renderer(
         "{{ enable_thinking }} {{ bos_token }} {{ raise_exception is defined }} {{ messages | length }}"
     )
-    assert thinking.render_sync([USER], template_kwargs={"enable_thinking": False}) == "False <s> True 1"
+    assert thinking.render([USER], template_kwargs={"enable_thinking": False}) == "False <s> True 1"
     for name in ("tokenize", "bos_token", "messages", "raise_exception", "tools"):
         with pytest.raises(InvalidRequestError, match=rf"'{name}' is no option.*: enable_thinking") as caught:
-            thinking.render_sync([USER], template_kwargs={name: True})
+            thinking.render([USER], template_kwargs={name: True})
         assert caught.value.param == "chat_template_kwargs"
 
 
 def test_without_a_template_the_remedy_is_named(renderer: Renderers) -> None:
     with pytest.raises(InvalidRequestError, match="--chat-template"):
-        renderer(None).render_sync([USER])
+        renderer(None).render([USER])
 
 
 def test_a_source_that_is_no_template_is_the_models_fault(renderer: Renderers) -> None:
     broken = renderer("{% if messages %}never ends")
     for _ in range(2):
         with pytest.raises(ModelLoadError, match=r"cannot be compiled.*line 1"):
-            broken.render_sync([USER])
+            broken.render([USER])
 
 
 def test_the_operators_template_is_text_or_a_file(tmp_path: Path) -> None:
@@ -311,9 +311,9 @@ def test_what_the_sandbox_stops_costs_one_request_and_no_worker(renderer: Render
     target = renderer(switch + "{{ messages[0].content }}")
     for number, expected in enumerate(ATTACKS.values()):
         with pytest.raises(InvalidRequestError, match=expected) as caught:
-            target.render_sync([{"role": "user", "content": str(number)}])
+            target.render([{"role": "user", "content": str(number)}])
         assert len(str(caught.value)) < 1200 and " at 0x" not in str(caught.value)
-    assert target.render_sync([{"role": "user", "content": "still here"}]) == "still here"
+    assert target.render([{"role": "user", "content": "still here"}]) == "still here"
 
 
 ENDLESS = {
@@ -325,43 +325,40 @@ ENDLESS = {
 @pytest.mark.parametrize("attack", ENDLESS.values(), ids=ENDLESS.keys())
 def test_what_does_not_end_is_killed_and_replaced(renderer: Renderers, attack: str) -> None:
     target = renderer(f"{{% if messages[0].content == 'go' %}}{attack}{{% endif %}}fine", deadline=1.0)
-    target.render_sync([USER])  # the template is compiled
+    target.render([USER])  # the template is compiled
     with pytest.raises(InvalidRequestError, match="longer than 1 seconds") as caught:
-        target.render_sync([{"role": "user", "content": "go"}])
+        target.render([{"role": "user", "content": "go"}])
     assert caught.value.param == "messages"
-    assert target.render_sync([USER]) == "fine"
+    assert target.render([USER]) == "fine"
 
 
 def test_a_slow_one_does_not_hold_up_the_others(renderer: Renderers) -> None:
     attack = f"{{% if messages[0].content == 'go' %}}{ENDLESS['loops']}{{% endif %}}ok"
     target = renderer(attack, workers=2, deadline=600.0)
 
-    async def scenario() -> None:
-        slow = asyncio.create_task(target.render([{"role": "user", "content": "go"}]))
-        await asyncio.sleep(0)
-        assert await asyncio.gather(*(target.render([USER]) for _ in range(20))) == ["ok"] * 20
+    with ThreadPoolExecutor(5) as threads:
+        slow = threads.submit(target.render, [{"role": "user", "content": "go"}])
+        assert list(threads.map(target.render, [[USER]] * 20)) == ["ok"] * 20
         assert not slow.done()
         target.close()
         with pytest.raises(EngineUnavailableError):
-            await slow
-
-    asyncio.run(scenario())
+            slow.result()
 
 
 def test_a_worker_that_dies_is_replaced(renderer: Renderers) -> None:
     target = renderer(CHATML)
-    first = target.render_sync([USER])
+    first = target.render([USER])
     (worker,) = target._running
     os.kill(worker._process.pid, signal.SIGKILL)
     worker._process.wait()
-    assert target.render_sync([USER]) == first
+    assert target.render([USER]) == first
 
 
 def test_a_worker_has_no_secrets_and_ends_with_its_parent() -> None:
     """The parent is a process of its own, killed without a chance to clean up."""
     code = (
         "import time; from suimon.core_engine.chat_template import ChatTemplateRenderer as R; "
-        "r = R('{{ messages | length }}', workers=1); r.render_sync([{'role': 'user', 'content': ''}]); "
+        "r = R('{{ messages | length }}', workers=1); r.render([{'role': 'user', 'content': ''}]); "
         "print(next(iter(r._running))._process.pid, flush=True); time.sleep(600)"
     )
     environment = {**os.environ, "SUIMON_API_KEY": "secret", "HF_TOKEN": "secret"}
@@ -394,25 +391,25 @@ def test_messages_too_deep_for_json_are_the_requests_fault(renderer: Renderers) 
         deep = [deep]
     target = renderer(CHATML)
     with pytest.raises(InvalidRequestError, match="cannot be rendered"):
-        target.render_sync([{"role": "user", "content": "x", "extra": deep}])
-    assert "x" in target.render_sync([{"role": "user", "content": "x"}])
+        target.render([{"role": "user", "content": "x", "extra": deep}])
+    assert "x" in target.render([{"role": "user", "content": "x"}])
 
 
 def test_the_rendered_size_is_bounded(renderer: Renderers) -> None:
     target = renderer("{{ messages[0].content }}", max_chars=100)
-    assert target.render_sync([{"role": "user", "content": "x" * 100}]) == "x" * 100
+    assert target.render([{"role": "user", "content": "x" * 100}]) == "x" * 100
     with pytest.raises(InvalidRequestError, match="more than 100 characters"):
-        target.render_sync([{"role": "user", "content": "x" * 101}])
+        target.render([{"role": "user", "content": "x" * 101}])
 
 
 def test_a_long_conversation_passes(renderer: Renderers) -> None:
     """Far more than a socket's buffer, both ways."""
     messages = [{"role": "user", "content": "é" * 1_000_000} for _ in range(4)]
-    assert renderer("{% for m in messages %}{{ m.content }}{% endfor %}").render_sync(messages) == "é" * 4_000_000
+    assert renderer("{% for m in messages %}{{ m.content }}{% endfor %}").render(messages) == "é" * 4_000_000
 
 
 def test_half_a_surrogate_pair_comes_back_as_it_is(renderer: Renderers) -> None:
-    assert renderer("{{ messages[0].content }}").render_sync([{"role": "user", "content": "\ud800"}]) == "\ud800"
+    assert renderer("{{ messages[0].content }}").render([{"role": "user", "content": "\ud800"}]) == "\ud800"
 
 
 def test_after_closing_nothing_is_rendered_and_no_process_is_left() -> None:
@@ -423,7 +420,7 @@ def test_after_closing_nothing_is_rendered_and_no_process_is_left() -> None:
     target.close()
     assert all(process.returncode is not None for process in processes)
     with pytest.raises(EngineUnavailableError):
-        target.render_sync([USER])
+        target.render([USER])
     target.close()
 
 
