@@ -12,12 +12,13 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
 from suimon.gateway import semconv
+from suimon.gateway.hookspecs import BackendUnavailable
+from suimon.gateway.openai.errors import wire_error
 from suimon.gateway.telemetry import parent_context
 
 if TYPE_CHECKING:
@@ -37,16 +38,7 @@ logger = logging.getLogger("suimon.access")
 PROBES = ("/health", "/metrics", "/version")  # answered also while draining
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "CONNECT", "TRACE"})
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for a client that left before any status was sent
-_REFUSAL = msgspec.json.encode(
-    {
-        "error": {
-            "message": "the server is shutting down; send the request again, to another replica if there is one",
-            "type": "server_error",
-            "param": None,
-            "code": "backend_unavailable",
-        }
-    }
-)
+_SHUTTING_DOWN = "the server is shutting down; send the request again, to another replica if there is one"
 
 
 class AccessLayer:
@@ -56,7 +48,7 @@ class AccessLayer:
         self._app = app
         self._drain = drain
         self._telemetry = telemetry
-        self._retry_after = str(max(1, round(retry_after))).encode()
+        self._refusal = wire_error(BackendUnavailable(_SHUTTING_DOWN, retry_after=retry_after))
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Anything but HTTP (the lifespan) passes through."""
@@ -82,11 +74,8 @@ class AccessLayer:
                 await self._app(exchange.scope, receive, exchange.send)
 
     async def _refuse(self, exchange: _Exchange) -> None:
-        length = str(len(_REFUSAL)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        headers.append((b"retry-after", self._retry_after))
-        await exchange.send({"type": "http.response.start", "status": 503, "headers": headers})
-        await exchange.send({"type": "http.response.body", "body": _REFUSAL, "more_body": False})
+        for message in self._refusal.messages():
+            await exchange.send(message)
 
 
 class _Exchange:

@@ -127,11 +127,8 @@ class GatewayApp(Litestar):
         return self.cors_config is not None and scope["method"] == "OPTIONS" and _origin(scope) is not None
 
     async def _refuse(self, scope: Any, send: Send, error: Exception) -> None:
-        wire = explain(scope, error)
-        headers = wire.headers | {"content-length": str(len(wire.body))} | self._cors_headers(scope)
-        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": wire.status, "headers": encoded})
-        await send({"type": "http.response.body", "body": wire.body, "more_body": False})
+        for message in explain(scope, error).messages(self._cors_headers(scope)):
+            await send(message)
 
     def _cors_headers(self, scope: Any) -> dict[str, str]:
         """Without these a script cannot even read why it was refused."""

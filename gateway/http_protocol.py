@@ -12,8 +12,9 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, cast
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from suimon.gateway.openai.errors import INVALID, WireError
 
 if TYPE_CHECKING:
     from suimon.gateway.config import Settings
@@ -27,20 +28,19 @@ logger = logging.getLogger("suimon.access")
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not an accident
-    """Thrown inside the parser's callbacks to stop it; ``status`` and the message become the answer."""
+    """Thrown inside the parser's callbacks to stop it; ``wire`` becomes the answer."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        kind, retry_after = ("server_error", 1.0) if status >= 500 else (INVALID, None)
+        self.wire = WireError(status=status, message=message, type=kind, code=code, retry_after=retry_after)
 
     def response(self) -> bytes:
         """The answer as it goes over the wire."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
-        body = msgspec.json.encode({"error": error})
-        retry = b"retry-after: 1\r\n" if self.status == 503 else b""
-        head = b"content-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n"
-        return STATUS_LINE[self.status] + head % (len(body), retry) + body
+        body = self.wire.body
+        headers = self.wire.headers | {"content-length": str(len(body)), "connection": "close"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return STATUS_LINE[self.wire.status] + lines.encode() + b"\r\n" + body
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -96,9 +96,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = self._head_fields = 0
         self._phase = "head"
         super().on_message_begin()
-        # For whoever sends a stream that its client does not read.
-        extensions = cast("dict[str, object]", self.scope.setdefault("extensions", {}))
-        extensions["suimon.abort"] = self.transport.abort
 
     def on_url(self, url: bytes) -> None:
         """A part of the request target."""
@@ -232,7 +229,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer and close; where another answer is under way on this connection, only close."""
         self._stop_clock()
         self._refusal = refusal
-        self._log("refused", status=refusal.status, code=refusal.code)
+        self._log("refused", status=refusal.wire.status, code=refusal.wire.code)
         if self._detach_application():
             self.transport.close()
             return

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
@@ -45,6 +47,14 @@ class WireError(msgspec.Struct, frozen=True, kw_only=True):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
+
+    def messages(self, extra_headers: Mapping[str, str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The two ASGI messages of a response, for those who answer without the framework."""
+        body = self.body
+        headers = self.headers | {"content-length": str(len(body))} | dict(extra_headers or {})
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        start = {"type": "http.response.start", "status": self.status, "headers": encoded}
+        return start, {"type": "http.response.body", "body": body, "more_body": False}
 
 
 class ClientGone(Exception):  # noqa: N818 - not a fault of anybody
@@ -113,7 +123,7 @@ _TRACEBACK = re.compile(r"Traceback \(most recent call last\).*", re.DOTALL)
 
 
 def clean(message: str) -> str:
-    """``message`` bounded in length, on one line's worth of meaning, without paths, addresses or tracebacks."""
+    """``message`` bounded in length, without paths, addresses or tracebacks."""
     message = message if len(message) <= MAX_ERROR_MESSAGE else message[: MAX_ERROR_MESSAGE - 1] + "…"
     for pattern, put in ((_TRACEBACK, ""), (_PATHS, "<path>"), (_ADDRESSES, "<address>")):
         message = pattern.sub(put, message)
