@@ -107,19 +107,15 @@ def _plugins(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _own_version() -> str:
-    from importlib.metadata import version
-
-    return version("suimon")
-
-
 def _described(manager: PluginManager) -> list[dict[str, Any]]:
     """Name, version and hooks of every loaded plugin."""
+    from suimon.gateway.version import VERSION
+
     versions = {plugin: distribution.version for plugin, distribution in manager.list_plugin_distinfo()}
     return [
         {
             "name": name,
-            "version": versions.get(plugin, _own_version() if name.startswith("suimon.") else None),
+            "version": versions.get(plugin, VERSION if name.startswith("suimon.") else None),
             "hooks": sorted(caller.name for caller in manager.get_hookcallers(plugin) or ()),
         }
         for name, plugin in manager.list_name_plugin()
@@ -134,12 +130,10 @@ def _models(arguments: argparse.Namespace) -> int:
 
 
 def _version(arguments: argparse.Namespace) -> int:
-    print(f"suimon {_own_version()}")
+    from suimon.gateway.version import VERSION
+
+    print(f"suimon {VERSION}")
     return 0
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    chat.add_server_flags(parser)
 
 
 def _add_plugins(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +149,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
     "serve": (config_sources.add_flags, _serve, "Serve a model over HTTP."),
     "chat": (chat.add_flags, chat.run, "Talk to a server in the terminal."),
-    "models": (_add_server, _models, "List the models that a server serves."),
+    "models": (chat.add_server_flags, _models, "List the models that a server serves."),
     "plugins": (_add_plugins, _plugins, "List the loaded plugins as JSON."),
     "check-config": (config_sources.add_flags, _check_config, "Check the configuration and print the result as JSON."),
     "version": (_add_nothing, _version, "Print the version."),

@@ -16,11 +16,11 @@ import msgspec
 
 from suimon.gateway.hookspecs import InvalidRequest
 from suimon.gateway.limits import MAX_FIELD_SIZE, MAX_PROMPT_TOKENS, MAX_QUOTES, MAX_TOKEN_ID
+from suimon.gateway.openai.bodies import NULL
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _ANY = msgspec.json.Decoder()
-_NULL = msgspec.Raw(b"null")
 
 # Fields that may be long; they are weighed by what they hold.
 BULKY = frozenset({"messages", "prompt", "tokens"})
@@ -144,7 +144,7 @@ def _take_apart(body: bytes, kind: type[msgspec.Struct]) -> Iterator[tuple[str, 
         raise InvalidRequest(f"Unrecognized request argument supplied: {name}", param=name) from None
     for name in fields.__struct_fields__:
         raw = getattr(fields, name)
-        if raw is not _NULL and bytes(raw) != b"null":
+        if raw is not NULL and bytes(raw) != b"null":
             yield name, bytes(raw)
 
 
@@ -152,7 +152,7 @@ def _take_apart(body: bytes, kind: type[msgspec.Struct]) -> Iterator[tuple[str, 
 def _envelope(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     """Decodes an object into its known fields, each left as JSON; the first unknown one is an error at once."""
     names = dict.fromkeys((*kind.__struct_fields__, *HARMLESS, *NOT_BUILT))
-    fields = [(name, msgspec.Raw, _NULL) for name in names]
+    fields = [(name, msgspec.Raw, NULL) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Fields", fields, forbid_unknown_fields=True))
 
 

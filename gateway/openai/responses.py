@@ -11,17 +11,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import msgspec
 
 from suimon.gateway.hookspecs import Delta, TokenLogprob, TokenLogprobs, Usage
+from suimon.gateway.version import VERSION
 
-try:
-    VERSION = version("suimon")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    VERSION = "0+unknown"
 FINGERPRINT = f"suimon-{VERSION}"
 
 DONE = b"data: [DONE]\n\n"

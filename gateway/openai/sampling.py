@@ -27,7 +27,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda v: -2 <= v <= 2, "must be between -2 and 2"),
     "seed": (lambda v: -(2**63) <= v < 2**63, "must be a 64-bit integer"),
     "priority": (lambda v: -(2**31) <= v < 2**31, "must be a 32-bit integer"),
-    "cache_salt": (lambda v: 1 <= len(v) <= limits.MAX_CACHE_SALT_LENGTH, "must hold between 1 and 256 characters"),
+    "cache_salt": (
+        lambda v: 1 <= len(v) <= limits.MAX_CACHE_SALT_LENGTH,
+        f"must hold between 1 and {limits.MAX_CACHE_SALT_LENGTH} characters",
+    ),
     "top_logprobs": (lambda v: 0 <= v <= limits.MAX_LOGPROBS, f"must be between 0 and {limits.MAX_LOGPROBS}"),
     "logprobs": (lambda v: 0 <= v <= limits.MAX_LOGPROBS, f"must be between 0 and {limits.MAX_LOGPROBS}"),
 }
@@ -78,6 +81,7 @@ def _check_stream_options(body: GenerationBody) -> None:
 
 
 def chat_max_tokens(body: ChatCompletionRequest) -> int | None:
+    """The longest answer in tokens, under whichever of its two names; None: no limit of the client's."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise refused("max_tokens", f"({old}) contradicts max_completion_tokens ({new}): send only the latter")
@@ -85,6 +89,7 @@ def chat_max_tokens(body: ChatCompletionRequest) -> int | None:
 
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
+    """How many alternatives to report beside each token, None for no log-probabilities at all."""
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "is only allowed with logprobs: true")
     return (body.top_logprobs or 0) if body.logprobs else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from litestar import Response, get
 
 from suimon.gateway.auth import AUTH, KEY
-from suimon.gateway.openai.responses import VERSION
 from suimon.gateway.routes.common import json_response
+from suimon.gateway.version import VERSION
 
 
 @get("/version", opt={AUTH: KEY})
