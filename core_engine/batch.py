@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from suimon import kernels
@@ -103,36 +105,35 @@ class ForwardBatch:
         """Turn lists into tensors: one pass over the sequences, one copy to the device per field."""
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         starts = [0]
         logits_indices: list[int] = []
-        widest = max((len(sequence.block_table) for sequence in batch.sequences), default=0)
         tables: list[list[int]] = []
+        widest = max((len(sequence.block_table) for sequence in batch.sequences), default=0)
         for sequence in batch.sequences:
-            end = sequence.start + len(sequence.token_ids)
-            table = sequence.block_table
             token_ids += sequence.token_ids
-            positions += range(sequence.start, end)
-            slots += [table[p // block_size] * block_size + p % block_size for p in range(sequence.start, end)]
+            positions += range(sequence.start, sequence.start + len(sequence.token_ids))
             starts.append(len(token_ids))
             logits_indices += range(len(token_ids) - sequence.num_logits, len(token_ids))
-            tables.append(table + [0] * (widest - len(table)))
+            tables.append(sequence.block_table + [0] * (widest - len(sequence.block_table)))
+        query_lengths = tuple(len(sequence.token_ids) for sequence in batch.sequences)
         contexts = tuple(sequence.start + len(sequence.token_ids) for sequence in batch.sequences)
 
-        query_lengths = tuple(len(sequence.token_ids) for sequence in batch.sequences)
+        at, padded = np.array(positions, np.int64), np.array(tables, np.int32).reshape(len(tables), widest)
+        owners = np.repeat(np.arange(len(tables)), query_lengths)
+        slots = padded[owners, at // block_size].astype(np.int64) * block_size + at % block_size
 
-        def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        def tensor(values: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+            return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
 
-        block_tables = tensor(tables, torch.int32).reshape(len(tables), widest)
+        block_tables = tensor(padded, np.int32)
         return cls(
-            token_ids=tensor(token_ids, torch.int64),
-            positions=tensor(positions, torch.int64),
-            slots=tensor(slots, torch.int64),
-            query_starts=tensor(starts, torch.int32),
-            context_lengths=tensor(contexts, torch.int32),
+            token_ids=tensor(token_ids, np.int64),
+            positions=tensor(at, np.int64),
+            slots=tensor(slots, np.int64),
+            query_starts=tensor(starts, np.int32),
+            context_lengths=tensor(contexts, np.int32),
             block_tables=block_tables,
-            logits_indices=tensor(logits_indices, torch.int64),
+            logits_indices=tensor(logits_indices, np.int64),
             query_lengths=query_lengths,
             context_lengths_list=contexts,
             attention_plan=kernels.plan_attention(block_tables, query_lengths, contexts, block_size),
