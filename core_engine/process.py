@@ -16,17 +16,17 @@ import argparse
 import ctypes
 import logging
 import os
-import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from suimon.core_engine.errors import EngineError
-from suimon.core_engine.framing import FrameReader, FramingError
+from suimon.core_engine.framing import FramingError
 from suimon.core_engine.heartbeat import LOADING, READY, STEPPING, HeartbeatThread
+from suimon.core_engine.inbox import ClientGoneError, Inbox
 from suimon.core_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -35,12 +35,10 @@ from suimon.core_engine.messages import (
     EngineFailed,
     EngineReady,
     Heartbeat,
-    MessageError,
     SequenceOutput,
     Shutdown,
     StepOutputs,
     ToEngine,
-    decode_to_engine,
     to_frame,
 )
 from suimon.core_engine.outbox import Outbox
@@ -55,63 +53,6 @@ logger = logging.getLogger("suimon.core_engine.process")
 
 EXIT_FAILED, EXIT_OUT_OF_STEP = 1, 65
 STARTING_INTERVAL = 0.5  # seconds between heartbeats until the configuration says otherwise
-READ_BYTES = 256 * 1024
-READS_AT_ONCE = 16  # a flood of messages must not keep the engine from stepping
-
-
-class ClientGoneError(Exception):
-    """The client's end of the socket is closed."""
-
-
-class Inbox:
-    """The receiving end of the socket, read by the main thread only."""
-
-    def __init__(self, sock: socket.socket, outbox: Outbox) -> None:
-        self._sock = sock
-        self._outbox = outbox
-        self._frames = FrameReader()
-        self._poll = select.poll()  # not select(): a busy server's descriptors are beyond its 1024
-        self._put_back: list[ToEngine] = []
-        self._num_dropped = 0
-
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """The messages that have arrived; with ``wait``, sleep until the socket has something to read or to take.
-
-        Raises ClientGoneError at the end of the stream, FramingError if it is out of step.
-        """
-        messages, self._put_back = self._put_back, []
-        self._sleep(None if wait and not messages else 0)
-        return messages + [message for data in self._read() for message in self._decode(data)]
-
-    def put_back(self, messages: list[ToEngine]) -> None:
-        """Let these be received again, first."""
-        self._put_back = messages
-
-    def _sleep(self, timeout: float | None) -> None:
-        events = select.POLLIN | (0 if self._outbox.is_empty else select.POLLOUT)
-        self._poll.register(self._sock, events)
-        if any(event & select.POLLOUT for _, event in self._poll.poll(timeout)):
-            self._outbox.flush()
-
-    def _read(self) -> Iterator[bytes]:
-        with suppress(BlockingIOError):
-            for _ in range(READS_AT_ONCE):
-                data = self._sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
-                if not data:
-                    raise ClientGoneError
-                yield data
-
-    def _decode(self, data: bytes) -> Iterator[ToEngine]:
-        for payload in self._frames.feed(data):
-            try:
-                yield decode_to_engine(payload)
-            except MessageError as error:
-                self._count_dropped(payload, error)
-
-    def _count_dropped(self, payload: bytes, error: MessageError) -> None:
-        self._num_dropped += 1
-        if self._num_dropped.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not drown the log
-            logger.warning("dropped frame no. %d, of %d bytes: %s", self._num_dropped, len(payload), error)
 
 
 class EngineLoop:
