@@ -111,7 +111,7 @@ def test_sigterm_lets_streams_and_the_queue_finish(stopping: Callable[..., Any],
     """R5, B68."""
     with stopping("50") as server:
         family = server.family()
-        streams = [begun(server, f"{i}", max_tokens=300) for i in range(3)]
+        streams = [begun(server, f"{i}", max_tokens=150) for i in range(3)]
         queued = server.send(prompt="queued", max_tokens=5, stream=True)
         tools.wait_until(lambda: server.gauge("suimon_requests_waiting") == 1, "one that waits")
         server.process.send_signal(signal.SIGTERM)

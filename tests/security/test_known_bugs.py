@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import select
+import socket
 import time
 from typing import Any
 
@@ -57,18 +58,24 @@ def test_junk_is_400_and_disturbs_nobody(server: Any, tools: Any) -> None:
 
 
 def test_streams_of_slow_readers_join_to_the_whole_text(server: Any, tools: Any) -> None:
-    """B12, B08: some read at once; the others only when all is written, so that many tokens came as one delta."""
+    """B12, B08: one reads nothing until the engine has written all, so that many tokens come as one delta."""
     prompts = ["red", "blue", "green", "grey", "white"]
-    wanted = [server.text(prompt, max_tokens=64) for prompt in prompts]
-    slow = [server.send(prompt=p, max_tokens=64, stream=True, narrow=True) for p in prompts]
-    fast = [server.send(prompt=p, max_tokens=64, stream=True) for p in prompts]
+    options = {"max_tokens": 64, "logprobs": 20}
+    wanted = [server.text(prompt, max_tokens=64) for prompt in prompts[1:]]
+    slow = server.send(prompt="red", stream=True, narrow=True, **options | {"max_tokens": 300})
+    fast = [server.send(prompt=prompt, stream=True, **options) for prompt in prompts[1:]]
     answers = [tools.events(tools.read_to_end(connection)) for connection in fast]
     tools.wait_until(server.is_idle, "the last token")
-    answers += [tools.events(tools.read_to_end(connection)) for connection in slow]
-    for (*found, last), text in zip(answers, wanted * 2, strict=True):
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    answers.append(tools.events(tools.read_to_end(slow)))
+    wanted.append(server.text("red", max_tokens=300))
+    for (*found, last), text in zip(answers, wanted, strict=True):
         assert "".join(event["choices"][0]["text"] for event in found) == text
         reasons = [event["choices"][0]["finish_reason"] for event in found]
         assert (reasons, last) == ([None] * (len(found) - 1) + ["length"], "[DONE]")
+    merged = [len(event["choices"][0]["logprobs"]["tokens"]) for event in answers[-1][:-1]]
+    assert sum(merged) == 300
+    assert max(merged) > 1
 
 
 def test_logprobs_are_numbers_whatever_is_forbidden(server: Any) -> None:
@@ -140,13 +147,13 @@ def test_a_bias_bans_and_the_last_token_id_can_be_sampled(server: Any) -> None:
 
 def test_tiny_temperatures_and_nuclei_are_greedy_and_no_limit_is_none(server: Any) -> None:
     """B33, B36."""
-    greedy = server.text("a b", max_tokens=24)
+    greedy = server.text("a b", max_tokens=12)
     for options in ({"temperature": t} for t in (1e-4, 1e-6, 1e-30)):
-        assert server.text("a b", max_tokens=24, **options) == greedy
+        assert server.text("a b", max_tokens=12, **options) == greedy
     for top_p in (1e-4, 1e-9):
-        assert server.text("a b", max_tokens=24, temperature=1, top_p=top_p) == greedy
+        assert server.text("a b", max_tokens=12, temperature=1, top_p=top_p) == greedy
     for top_k in (0, -1, 259):
-        texts = {server.text("a b", max_tokens=24, temperature=1, top_k=top_k, seed=seed) for seed in range(4)}
+        texts = {server.text("a b", max_tokens=12, temperature=1, top_k=top_k, seed=seed) for seed in range(4)}
         assert len(texts) == 4
 
 
@@ -223,16 +230,20 @@ def test_whoever_leaves_is_aborted_and_counted_once(server: Any, tools: Any) -> 
 
 
 def test_health_answers_while_many_prompts_are_tokenised(server: Any, tools: Any) -> None:
-    """B67: 200 prompts that are known to be too long only when they are tokens."""
+    """B67: 200 prompts that are known to be too long only when they are tokens.
+
+    When encoding held the interpreter's lock, about ten probes came through, of up to 2 s each; without it, hundreds.
+    """
     text = "naïve  words, " * 500
     left = {server.send(prompt=f"{number} {text}", max_tokens=1) for number in range(200)}
-    slowest = 0.0
+    times: list[float] = []
     with httpx.Client(base_url=server.http.base_url, timeout=60) as probe:
         while left:
             began = time.monotonic()
             assert probe.get("/health").status_code == 200
-            slowest = max(slowest, time.monotonic() - began)
+            times.append(time.monotonic() - began)
             for answered in select.select(list(left), [], [], 0)[0]:
                 assert tools.read_to_end(answered).startswith(b"HTTP/1.1 400")
                 left.discard(answered)
-    assert slowest < 1.0  # when the interpreter's lock was held while encoding, it was 2 seconds
+    assert len(times) > 40
+    assert sorted(times)[len(times) // 2] < 0.5
