@@ -1,37 +1,13 @@
-"""How long a sequence may get and why it ends: rules without state, apart from the scheduler that applies them."""
+"""Why a sequence ends and what is told of it: rules without state, apart from the scheduler that applies them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from suimon.core_engine.batch import ScheduledSequence
-from suimon.core_engine.block_manager import BlockManager
-from suimon.core_engine.errors import ContextLengthError
 from suimon.core_engine.executor import SequenceResult
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.sequence import Sequence
-
-
-def resolve_max_tokens(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, blocks: BlockManager) -> int:
-    """How many tokens the request may generate; None asks for as many as fit.
-
-    The limit is the model's context or the whole KV cache, whichever is less. Raises ContextLengthError, with the three
-    numbers, if the request can never fit.
-    """
-    limit = min(max_model_len, blocks.num_blocks * blocks.block_size)
-    wanted = 1 if max_tokens is None else max_tokens
-    if num_prompt_tokens + wanted <= limit:
-        return limit - num_prompt_tokens if max_tokens is None else max_tokens
-    asked = f"{num_prompt_tokens} prompt tokens plus max_tokens {wanted} make {num_prompt_tokens + wanted}"
-    if limit == max_model_len:
-        raise ContextLengthError(
-            f"the maximum context length is {limit} tokens, but {asked}: shorten the prompt or lower max_tokens"
-        )
-    raise ContextLengthError(
-        f"the KV cache holds {limit} tokens ({blocks.num_blocks} blocks of {blocks.block_size}; the maximum context "
-        f"length is {max_model_len}), but {asked}: shorten the prompt, lower max_tokens or give the engine more KV "
-        "cache memory"
-    )
 
 
 def why_ended(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[str, int | None] | None:

@@ -18,8 +18,8 @@ from dataclasses import replace
 from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
+from suimon.core_engine.context_limit import resolve_max_tokens
 from suimon.core_engine.drain_rate import DrainRate
-from suimon.core_engine.ending import resolve_max_tokens
 from suimon.core_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from suimon.core_engine.executor import ExecutorCapabilities, Pending, StepExecutor
 from suimon.core_engine.outputs import EngineOutput
@@ -200,7 +200,7 @@ class Engine:
         the request can never fit, QueueFullError if too many wait.
         """
         prompt = self._check_request(prompt_token_ids, params, adapter, adapter_hash)
-        max_tokens = self.resolve_max_tokens(len(prompt), params.max_tokens)
+        max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, self.context_limit, origin=self._limit_origin)
         self._check_queue()
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         leader = Sequence(
@@ -233,10 +233,14 @@ class Engine:
         blocks = self.scheduler.blocks
         return min(self.scheduler.config.max_model_len, blocks.num_blocks * blocks.block_size)
 
-    def resolve_max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """See ending.resolve_max_tokens, for this engine's limits."""
-        scheduler = self.scheduler
-        return resolve_max_tokens(num_prompt_tokens, max_tokens, scheduler.config.max_model_len, scheduler.blocks)
+    @property
+    def _limit_origin(self) -> str:
+        blocks, max_model_len = self.scheduler.blocks, self.scheduler.config.max_model_len
+        if self.context_limit == max_model_len:
+            return ""
+        return (
+            f" (the whole KV cache: {blocks.num_blocks} blocks of {blocks.block_size}; the model's is {max_model_len})"
+        )
 
     def _check_request(
         self, prompt_token_ids: List[int], params: SamplingParams, adapter: str | None, adapter_hash: str | None

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from suimon.core_engine.chat_template import ChatTemplateRenderer, load_chat_template
-from suimon.core_engine.errors import ContextLengthError, InvalidRequestError
+from suimon.core_engine.context_limit import resolve_max_tokens
+from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.request import EngineRequest, Message
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.tokenizer import Tokenizer, load_tokenizer
@@ -73,16 +74,11 @@ class PromptBuilder:
             raise InvalidRequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param=param)
 
     def _within_context(self, request: EngineRequest, num_prompt_tokens: int) -> SamplingParams:
-        room = self._max_model_len - num_prompt_tokens
-        wanted = request.sampling.max_tokens
-        if room >= (wanted or 1):
-            return request.sampling if wanted else replace(request.sampling, max_tokens=room)
-        raise ContextLengthError(
-            f"the model's maximum context length is {self._max_model_len} tokens, but the prompt has "
-            f"{num_prompt_tokens} and max_tokens is {wanted or 'unset, which needs at least 1'}: shorten the prompt "
-            "or lower max_tokens",
-            param=_param(request),
+        sampling = request.sampling
+        max_tokens = resolve_max_tokens(
+            num_prompt_tokens, sampling.max_tokens, self._max_model_len, param=_param(request)
         )
+        return sampling if max_tokens == sampling.max_tokens else replace(sampling, max_tokens=max_tokens)
 
 
 def _param(request: EngineRequest) -> str:
