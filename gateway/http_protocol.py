@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from suimon.gateway.openai.errors import INVALID, WireError
+from suimon.gateway.request_parser import RequestParser
 
 if TYPE_CHECKING:
     from suimon.gateway.config import Settings
@@ -55,6 +56,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; past ``max_connections`` it is told so and sent away."""
         super().connection_made(transport)
+        self.parser: RequestParser = RequestParser(self)  # type: ignore[assignment]
         self._phase = "idle"
         self._silent = self._head_bytes = self._body_bytes = 0
         self._body_started = self._body_last = 0.0
@@ -110,10 +112,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._check_head()
         if name.lower() == b"content-length" and value.isdigit() and int(value[:20]) > self.settings.max_body_size:
             self._throw(self._body_too_large())
-        super().on_header(name, value)
+        if self._phase == "head":  # a trailer must not pass for a header, one that authenticates least of all
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete and accepted: the application starts."""
+        if self.parser.is_offer:
+            return
         self._silent = self._body_bytes = 0
         self._body_started = self._body_last = self.loop.time()
         super().on_headers_complete()
@@ -131,6 +136,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self.parser.is_offer:
+            return
         self._stop_clock()
         self._silent = 0
         self._phase = "idle"

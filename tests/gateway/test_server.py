@@ -207,6 +207,39 @@ def test_endless_chunk_extensions_and_trailers_are_cut_off(server: Process) -> N
     assert server.ask(chunked + b"1\r\na\r\n0\r\nt: " + b"x" * 500_000)[0] in (400, 431)
 
 
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+def test_an_offer_of_another_protocol_is_ignored_and_costs_no_body(server: Process) -> None:
+    """Java's HTTP client makes one with every request."""
+    asked = POST + OFFER + b"content-length: 5\r\n\r\nhello"
+    last = POST + CLOSE + b"content-length: 2\r\n\r\nhi"
+    with server.connect() as client:
+        client.sendall(asked + asked)
+        for piece in (asked[:30], asked[30:-2], asked[-2:] + last):
+            time.sleep(0.02)  # so that the head and the body arrive in pieces
+            client.sendall(piece)
+        answers = read_all(client)
+    assert re.findall(rb"\r\n\r\n(\d+)", answers) == [b"5", b"5", b"5", b"2"]
+
+
+def test_an_offer_changes_no_limit(server: Process) -> None:
+    offered = POST + OFFER + CLOSE
+    assert server.ask(offered + b"content-length: 10001\r\n\r\n")[0] == 413
+    assert server.ask(offered + b"h: x\r\n" * 20 + b"\r\n")[0] == 431
+    assert server.ask(offered + b"content-length: 5\r\n\r\nhel")[0] == 408
+    assert server.ask((POST + OFFER + b"\r\n") * 200 + POST + CLOSE + b"\r\n")[0] == 200
+
+
+def test_a_trailer_is_no_header(server: Process) -> None:
+    chunked = (
+        b"POST /headers HTTP/1.1\r\nhost: a\r\n" + CLOSE + b"x-api-key: mine\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    status, _, body = server.ask(chunked + b"1\r\na\r\n0\r\nx-api-key: yours\r\nauthorization: Bearer b\r\n\r\n")
+    assert (status, json.loads(body)["x-api-key"]) == (200, "mine")
+    assert "authorization" not in json.loads(body)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -19,7 +19,8 @@ from suimon.gateway.telemetry import Telemetry
 
 
 class App:
-    """``/stream`` sends an event every 20 ms; ``/big`` sends without end; anything else tells its body's length."""
+    """``/stream`` sends an event every 20 ms; ``/big`` sends without end; ``/headers`` tells the request's headers;
+    anything else its body's length."""
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
@@ -31,6 +32,8 @@ class App:
             await self._stream(send, int(scope["query_string"] or b"1000"))
         elif scope["path"] == "/big":
             await self._big(send)
+        elif scope["path"] == "/headers":
+            await self._reply_headers(scope, receive, send)
         elif scope["path"] == "/deaf":
             await self._reply(send, b"unread")
         else:
@@ -53,6 +56,12 @@ class App:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._drain.expired.wait(), 0.02)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _reply_headers(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        await self._reply(send, msgspec.json.encode(headers))
 
     async def _big(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
