@@ -27,9 +27,8 @@ def write_kv_cache(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Store ``key`` and ``value`` (T, KVH, D) at ``slots`` (T,) int64 of the caches, in place and in their dtype."""
-    T, row = len(slots), key_cache.shape[2] * key_cache.shape[3]
-    key_cache.view(-1, row)[slots] = key.reshape(T, row).to(key_cache.dtype)
-    value_cache.view(-1, row)[slots] = value.reshape(T, row).to(value_cache.dtype)
+    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
 
 def copy_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -190,7 +189,10 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``: x (T, in), weight (out, in), bias (out,) -> (T, out)."""
-    if x.device.type == "cpu" and len(x) > 1:
+    """``x @ weight.T + bias`` in x's dtype: x (T, in), weight (out, in), bias (out,) -> (T, out).
+
+    ``x`` may be float32 where the weight is half-precision.
+    """
+    if x.device.type == "cpu":
         return linear_on_cpu(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
