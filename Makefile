@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Test files run side by side; each keeps to one thread, so that they share the cores and do not fight for them.
+JOBS ?= 2
 
 .PHONY: serve test lint format bench install install-test install-lint clean
 
@@ -10,7 +12,7 @@ serve: install
 	$(BIN)/suimon serve $(ARGS)
 
 test: install-test
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: install-lint typecheck-links
 	$(BIN)/ruff format --check .
@@ -22,7 +24,7 @@ format: install-lint
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/python bench/native_step.py
+	$(BIN)/python bench/serve.py $(ARGS)
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test
