@@ -43,10 +43,7 @@ class Gateway:
         self.created = int(time.time())
         self.drain = Drain()
         self.router = Router(plugins, max_queued=settings.max_queued_requests)
-        plugins.hook.register_backends(register=self.router.register, settings=settings)
-        if not self.router.served:
-            wanted = ", ".join(sorted({repr(model.backend) for model in settings.models}))
-            raise ConfigError(f"no plugin serves a model: the configuration names the backends {wanted}")
+        self.router.register_all(settings)
         self.telemetry = Telemetry(settings, lambda: self.router.served)
         self.generator = Generator(plugins, self.telemetry)
         hook = plugins.hook.authenticate

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from suimon.gateway.admission import Admission
+from suimon.gateway.config import ConfigError
 from suimon.gateway.hookspecs import (
     Backend,
     BackendUnavailable,
@@ -23,6 +25,9 @@ from suimon.gateway.hookspecs import (
     ModelNotFound,
 )
 from suimon.gateway.plugin_manager import PluginManager
+
+if TYPE_CHECKING:
+    from suimon.gateway.config import Settings
 
 log = logging.getLogger("suimon.gateway")
 
@@ -116,11 +121,34 @@ class Router:
         """What hooks and gauges see."""
         return {name: served.backend for name, served in self.served.items()}
 
+    def register_all(self, settings: Settings) -> None:
+        """Let every plugin register its backends, then put them in the order of the configuration.
+
+        Raises ConfigError where a name is taken, or a configured model is served by none; and what a plugin raises.
+        """
+        self._plugins.hook.register_backends(register=self.register, settings=settings)
+        if not self.served or len(self.served) < len(settings.models):
+            wanted = ", ".join(repr(model.backend) for model in settings.models)
+            found = ", ".join(map(repr, self.served)) or "no model"
+            raise ConfigError(
+                f"the configured models name the backends {wanted}, but the loaded plugins serve only {found}: correct "
+                "`backend`, or name the plugin that is missing in `plugins`"
+            )
+        self._arrange([model.served_model_name or model.model for model in settings.models])
+
+    def _arrange(self, names: list[str]) -> None:
+        """Plugins come in an order of their own, but whoever does not choose is served the first model."""
+        places = {name: place for place, name in enumerate(names) if name in self.served}
+        others = [place for place, name in enumerate(names) if name not in self.served]
+        unnamed = (name for name in self.served if name not in places)
+        places |= {name: others.pop(0) if others else len(names) for name in unnamed}
+        self.served = {name: self.served[name] for name in sorted(self.served, key=places.__getitem__)}
+
     def register(self, backend: Backend) -> None:
-        """Serve a backend under its ``model_id``. Raises ValueError if that is taken."""
+        """Serve a backend under its ``model_id``. Raises ConfigError if that is taken."""
         name = backend.model_id
         if name in self.served:
-            raise ValueError(f"two backends serve the model {name!r}: give one another served_model_name")
+            raise ConfigError(f"two backends serve the model {name!r}: give one another served_model_name")
         self.served[name] = Served(backend, self._max_queued)
 
     def find(self, model: str | None) -> Served:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from suimon.gateway.hookspecs import Backend, Capabilities, Delta, GenerateRequest, InvalidRequest, Usage, hookimpl
 
@@ -50,5 +50,13 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     """One backend for each configured model that names this plugin."""
     for model in settings.models:
         if model.backend == "echo":
-            delay = float(model.options.get("delay", 0.0))
-            register(EchoBackend(model.served_model_name or model.model or "echo", delay=delay))
+            name = model.served_model_name or model.model or "echo"
+            register(EchoBackend(name, delay=_delay(name, model.options)))
+
+
+def _delay(name: str, options: Mapping[str, Any]) -> float:
+    delay = options.get("delay", 0.0)
+    if set(options) <= {"delay"} and isinstance(delay, int | float) and delay >= 0:
+        return float(delay)
+    message = f"model {name!r}: the option of the echo backend is `delay`, a number of seconds; got {dict(options)}"
+    raise InvalidRequest(message, param="options")

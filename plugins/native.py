@@ -218,4 +218,12 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     """One backend for each configured model that names this plugin."""
     for model in settings.models:
         if model.backend == "native":
-            register(NativeBackend(engine_config(model)))
+            register(_configured(model))
+
+
+def _configured(model: ModelSettings) -> NativeBackend:
+    try:
+        return NativeBackend(engine_config(model))
+    except errors.InvalidRequestError as error:
+        name = model.served_model_name or model.model or DEFAULT_MODEL
+        raise hookspecs.InvalidRequest(f"model {name!r}: {error}", param=error.param) from error

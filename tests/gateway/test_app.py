@@ -13,7 +13,7 @@ from litestar import Request, get
 
 from suimon.gateway.app import create_app, public_paths, route_table
 from suimon.gateway.auth import AUTH, CLASSES, PUBLIC
-from suimon.gateway.config import ApiKey, ConfigError, Settings
+from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings
 from suimon.gateway.hookspecs import BackendCrashed, Delta, Health, hookimpl
 from suimon.gateway.plugin_manager import load_plugins
 
@@ -137,8 +137,22 @@ def test_an_application_without_a_model_is_a_mistake() -> None:
 
 
 def test_two_backends_of_one_name_are_a_mistake(scripted: Any) -> None:
-    with pytest.raises(ValueError, match="two backends serve the model 'scripted'"):
+    with pytest.raises(ConfigError, match="two backends serve the model 'scripted'"):
         create_app(Settings(), manager_with(backends=[scripted(), scripted()]))
+
+
+def test_models_are_listed_in_the_order_of_the_configuration(scripted: Any) -> None:
+    """A client that does not choose takes the first; one model here has no name but its backend's own."""
+    models = (ModelSettings(backend="b", served_model_name="z"), ModelSettings(), ModelSettings(model="a"))
+    registered = [scripted(model_id=name) for name in ("a", "extra", "own", "z")]
+    app = create_app(Settings(models=models), manager_with(backends=registered))
+    assert list(app.state.gateway.router.served) == ["z", "extra", "a", "own"]
+
+
+def test_a_configured_model_that_nobody_serves_is_a_mistake(scripted: Any) -> None:
+    models = (ModelSettings(backend="absent"), ModelSettings(backend="scripted"))
+    with pytest.raises(ConfigError, match=r"'absent', 'scripted'.* serve only 'scripted'"):
+        create_app(Settings(models=models), manager_with(backends=[scripted()]))
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------
