@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-HISTORY = Path.home() / ".cache" / "suimon" / "chat_history"
+HISTORY = "~/.cache/suimon/chat_history"
 HELP = "/exit leaves, /clear forgets the conversation, /system TEXT sets the instructions, Ctrl-C stops an answer"
 
 # A model's words must not move the cursor or set colours: control characters but tab and line feed are dropped.
@@ -141,7 +141,9 @@ def model_names(client: httpx.Client) -> list[str]:
 
     try:
         response = client.get("/v1/models")
-    except (httpx.TransportError, httpx.UnsupportedProtocol) as error:
+    except httpx.UnsupportedProtocol:
+        raise ChatError(f"--url {client.base_url}: must begin with http:// or https://") from None
+    except httpx.TransportError as error:
         raise ChatError(
             f"no server answers at {client.base_url} ({type(error).__name__}): start one with `suimon serve`, or name "
             "another with --url"
@@ -243,12 +245,13 @@ def _line_editing() -> Iterator[None]:
     except ImportError:
         yield
         return
+    history = Path(os.path.expanduser(HISTORY))  # which, unlike Path's own, has an answer where there is no home
     with contextlib.suppress(OSError):
-        readline.read_history_file(HISTORY)
+        readline.read_history_file(history)
     readline.set_history_length(1000)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            HISTORY.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(HISTORY)
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history)

@@ -7,6 +7,7 @@ theirs may be meant. It never imports an engine.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ Commands = Any  # argparse's _SubParsersAction, which has no public name
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 for what went wrong, 2 for a wrong command line, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -57,6 +59,22 @@ def _run(arguments: list[str]) -> int:
     return int(parsed.run(parsed) or 0)
 
 
+def _prepare_streams() -> None:
+    """No character that a terminal lacks ends a command, nor one that it sends wrongly.
+
+    A standard stream that was closed becomes a null device: its number would go to the next file opened, and be written
+    to as if it still were what it was.
+    """
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def _is_expected(error: Exception) -> bool:
     """Whether the message is written for the user; other errors are ours and keep their traceback."""
     from suimon.gateway.hookspecs import BackendError
@@ -87,7 +105,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _check_config(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from suimon.gateway.router import Router
+    from suimon.gateway.serve import load_named
+
     settings = config_sources.load_settings(arguments, os.environ)
+    Router(load_named(settings.plugins, settings.plugins_dir), max_queued=1).register_all(settings)
     shown = msgspec.to_builtins(settings) | {"api_keys": [key.name for key in settings.api_keys]}
     print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     return 0

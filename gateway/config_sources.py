@@ -138,7 +138,11 @@ def from_environment(environ: Mapping[str, str], known: Mapping[str, Option]) ->
 
 
 def _from_text(option: Option, given: list[str], place: str) -> Any:
+    if any("\udc80" <= character <= "\udcff" for text in given for character in text):
+        raise ConfigError(f"{place}: is not text in this system's encoding (UTF-8, unless the locale says otherwise)")
     if option.name == "api_keys":
+        if not all(given):
+            raise ConfigError(f"{place}: the key is empty")
         return tuple(ApiKey(key=key) for key in given)
     return _convert(option, given[0] if len(given) == 1 else ",".join(given), place, text=True)
 
@@ -199,7 +203,8 @@ def from_flags(arguments: argparse.Namespace, known: Mapping[str, Option]) -> di
         given = given if isinstance(given, list) else [given]
         if option.name not in LISTS | {"api_keys"}:
             given = given[-1:]  # said twice, the last word counts
-        values[name] = given[0] if isinstance(given[0], bool) else _from_text(option, given, option.flag or "MODEL")
+        place = "MODEL" if name == "model" else option.flag or name
+        values[name] = given[0] if isinstance(given[0], bool) else _from_text(option, given, place)
     return values
 
 

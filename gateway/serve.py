@@ -49,10 +49,18 @@ async def _serve(settings: Settings, plugins: PluginManager, listener: socket.so
 
     async def loaded() -> None:
         await gateway.loaded()
-        print(_ready_lines(gateway, base_url(listener), time.monotonic() - began), flush=True)
+        _announce(_ready_lines(gateway, base_url(listener), time.monotonic() - began))
 
     server = Server(app, settings, listener=listener, drain=gateway.drain, telemetry=gateway.telemetry)
     return await server.run(loaded)
+
+
+def _announce(lines: str) -> None:
+    """A full disk, or a reader that left, is no reason not to serve."""
+    try:
+        print(lines, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written (%s); it would have said: %s", error.strerror, lines)
 
 
 def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:

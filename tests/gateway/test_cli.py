@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import httpx
 import pytest
 
 from suimon.gateway import cli
@@ -208,6 +209,66 @@ def test_other_machines_are_not_served_without_a_key() -> None:
 
 def test_a_backend_that_no_plugin_serves_is_named() -> None:
     assert "'nonesuch'" in one_line(suimon("serve", "--port", "0", "--backend", "nonesuch"))
+    assert "a power of two" in one_line(suimon("serve", "--port", "0", "--block-size", "17"))
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (('backend = "echo"', 'backend = "echo"'), "two backends serve the model 'echo'"),
+        (('backend = "absent"', 'backend = "echo"'), "the backends 'absent', 'echo'"),
+        (('backend = "echo"', "block_size = 17"), "block_size must be a power of two, got 17"),
+        (('dtype = "int3"\nserved_model_name = "small"',), "model 'small': dtype must be one of"),
+        (('backend = "echo"\noptions = { delay = "1" }',), "`delay`, a number of seconds"),
+        (('backend = "echo"\noptions = { dealy = 1 }',), "'dealy'"),
+    ],
+)
+def test_models_that_cannot_be_served_are_one_line(tmp_path: Path, models: tuple[str, ...], said: str) -> None:
+    path = tmp_path / "suimon.toml"
+    path.write_text("port = 0\n" + "".join(f"[[models]]\n{table}\n" for table in models), encoding="utf-8")
+    assert said in one_line(suimon("check-config", "--config", str(path)))
+
+
+def test_flags_that_are_no_text_are_one_line() -> None:
+    assert "--api-key: the key is empty" in one_line(suimon("serve", "--api-key", ""))
+    assert "MODEL: is not text" in one_line(suimon("serve", os.fsdecode(b"/\xff.gguf")))
+
+
+def test_a_terminal_without_the_characters_of_a_name_is_served_all_the_same() -> None:
+    with serving("--backend", "echo", "--served-model-name", "水門", PYTHONIOENCODING="ascii") as (_, url, lines):
+        assert "model \\u6c34\\u9580" in lines[-1]
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "水門"
+
+
+def test_without_standard_streams_it_serves() -> None:
+    """A closed one's number must not go to a socket."""
+    command = f'exec "{sys.executable}" -m suimon.gateway.cli serve --backend echo --port "$0" <&- >&- 2>&-'
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(["sh", "-c", command, str(port)], env=QUIET)
+    try:
+        body = {"model": "echo", "prompt": "still here"}
+        answer = httpx.Client(transport=httpx.HTTPTransport(retries=8)).post(
+            f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE
+        )
+        assert answer.json()["choices"][0]["text"] == "still here"
+        assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1, 2)} == {os.devnull}
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_its_output_costs_a_warning() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--port", "0", "--backend", "echo"]
+        process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True, env=QUIET)
+        assert process.stderr is not None
+        warning = process.stderr.readline()
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+        process.stderr.close()
+    assert "No space left" in warning and "Suimon is ready" in warning
 
 
 def test_hook_calls_can_be_traced_without_their_values() -> None:
