@@ -19,6 +19,7 @@ from suimon.core_engine.engine import Engine
 from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import ForwardExecutor
 from suimon.core_engine.loader.end_tokens import config_end_tokens
+from suimon.core_engine.loader.unreadable import unreadable_files_named
 
 UNLIMITED = sys.maxsize  # whoever feeds the engine has its own limit, which counts what runs as well as what waits
 
@@ -35,7 +36,8 @@ def build_engine(config: EngineConfig, model_path: str) -> BuiltEngine:
     """Load the model and make the engine. Raises ModelLoadError, and InvalidRequestError for an unusable option."""
     config = replace(config, max_num_queued_requests=UNLIMITED)
     if config.executor == NATIVE_EXECUTOR:
-        return _build_native(config, model_path)
+        with unreadable_files_named():
+            return _build_native(config, model_path)
     executor = load_class(config.executor)(config, Path(model_path))
     ends, version = getattr(executor, "eos_token_ids", ()), getattr(executor, "model_version", "")
     return BuiltEngine(Engine(executor, config, ends, model_version=version), tuple(getattr(executor, "plan", ())))

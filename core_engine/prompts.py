@@ -12,6 +12,7 @@ from dataclasses import replace
 from suimon.core_engine.chat_template import ChatTemplateRenderer, load_chat_template
 from suimon.core_engine.context_limit import resolve_max_tokens
 from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.loader.unreadable import unreadable_files_named
 from suimon.core_engine.request import EngineRequest, Message
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.tokenizer import Tokenizer, load_tokenizer
@@ -90,7 +91,8 @@ def load_text_side(model_path: str, chat_template: str | None) -> tuple[Tokenize
 
     ``chat_template`` replaces the model's own: Jinja text or the path of a file. Raises ModelLoadError.
     """
-    tokenizer = load_tokenizer(model_path)
+    with unreadable_files_named():
+        tokenizer = load_tokenizer(model_path)
     template = tokenizer.chat_template if chat_template is None else load_chat_template(chat_template)
     renderer = ChatTemplateRenderer(template, tokenizer.special_tokens)
     renderer.start()

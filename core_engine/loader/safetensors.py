@@ -81,6 +81,7 @@ class SafetensorsCheckpoint:
         path = self._folder / file
         if not path.is_file():
             raise ModelLoadError(f"{path}: this file of the model is missing. Fetch the model again.")
+        path.open("rb").close()  # safetensors takes a file that it may not read for one that is not there
         try:
             self._files[file] = safe_open(path, framework="pt", device="cpu")
             return frozenset(self._files[file].keys())

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from suimon.core_engine.assembly import build_engine
+from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
 from suimon.core_engine.loader import open_checkpoint
 from suimon.core_engine.loader.gguf_checkpoint import GGUFCheckpoint
+from suimon.core_engine.prompts import load_text_side
 
 
 def test_folder_with_one_gguf_is_that_file(demo_gguf: Path, tmp_path: Path) -> None:
@@ -59,3 +65,41 @@ def test_several_loose_safetensors_files_are_not_guessed_at(tmp_path: Path) -> N
         (tmp_path / name).touch()
     with pytest.raises(ModelLoadError, match=r"not exactly one .* \(one\.safetensors, two\.safetensors\)"):
         open_checkpoint(tmp_path)
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch, forbidden: Path) -> None:
+    """As the file's permissions would, which do not hold for root."""
+    real_open, real_list = io.open, os.listdir
+
+    def guarded_open(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | Path) and Path(file) == forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real_open(file, *args, **kwargs)
+
+    def guarded_list(path: Any = ".") -> list[str]:
+        if Path(path) == forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list(real_list(path))
+
+    monkeypatch.setattr(io, "open", guarded_open)
+    monkeypatch.setattr(os, "listdir", guarded_list)
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors", "config.json"])
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    forbid_reading(monkeypatch, tmp_path / name)
+    with pytest.raises(ModelLoadError, match=f"{tmp_path / name}: cannot be read: Permission denied"):
+        build_engine(EngineConfig(model="m", device="cpu"), str(tmp_path))
+
+
+def test_a_tokenizer_that_may_not_be_read_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    forbid_reading(monkeypatch, tmp_path / "tokenizer.json")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: cannot be read: Permission denied"):
+        load_text_side(str(tmp_path), None)
