@@ -252,7 +252,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]
 @pytest.fixture(scope="session")
 def shared_server(start_server: Callable[..., Any]) -> Iterator[Server]:
     limits = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "600"]
-    timeouts = ["--heartbeat-interval", "0.2", "--heartbeat-timeout", "4"]
+    timeouts = ["--heartbeat-interval", "0.2", "--heartbeat-timeout", "7"]
     with start_server(*limits, *timeouts) as server:
         yield server
 
@@ -260,7 +260,9 @@ def shared_server(start_server: Callable[..., Any]) -> Iterator[Server]:
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
     """One server for all that it must survive: afterwards it is ready and idle, with every block back, and answers."""
+    seen = len(shared_server.log)
     yield shared_server
+    print(*(line for line in shared_server.log[seen:] if "/metrics" not in line and "/health" not in line), sep="")
     wait_until(shared_server.is_ready, "readiness")
     wait_until(shared_server.is_idle, "idleness")
     kinds = ("capacity", "free", "cached")

@@ -93,7 +93,7 @@ def test_a_killed_engine(server: Any, tools: Any) -> None:
 
 
 def test_a_stopped_engine(server: Any) -> None:
-    """R4: its socket stays open and silent; it is killed and replaced after ``heartbeat_timeout`` (here 4 s)."""
+    """R4: its socket stays open and silent; it is killed and replaced after ``heartbeat_timeout`` (here 7 s)."""
     engine, stream = server.engine(), begun(server, "x")
     engine.suspend()
     error, done = last_events(stream)
