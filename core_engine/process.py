@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -42,6 +41,7 @@ from suimon.core_engine.messages import (
     to_frame,
 )
 from suimon.core_engine.outbox import Outbox
+from suimon.core_engine.process_log import set_up_logging
 from suimon.core_engine.public_text import clean, public_text
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _serve(inbox: Inbox, outbox: Outbox, heartbeat: HeartbeatThread) -> None:
     first = _first_message(inbox)
     if not isinstance(first, Configure):
         return
-    _set_up_logging(first.config.served_model_name or first.config.model)
+    set_up_logging(first.config.served_model_name or first.config.model)
     heartbeat.interval = first.config.heartbeat_interval
     heartbeat.enter(LOADING)
     built = build_engine(first.config, first.model_path)
@@ -221,7 +221,7 @@ def _report(outbox: Outbox, sock: socket.socket, error: Exception) -> None:
 
 def _prepare_process() -> None:
     os.dup2(2, 1)  # whatever a library prints is a log line; standard output belongs to the gateway
-    _set_up_logging("starting")
+    set_up_logging("starting")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's business
     signal.signal(signal.SIGTERM, _terminate)
     _die_with_parent()
@@ -229,15 +229,6 @@ def _prepare_process() -> None:
 
 def _terminate(number: int, frame: object) -> None:
     raise SystemExit(0)  # from wherever the main thread is, through the clean-up of what it holds
-
-
-def _set_up_logging(name: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s engine[{name.replace('%', '%%')}] %(name)s: %(message)s",
-        force=True,
-    )
 
 
 def _die_with_parent() -> None:

@@ -172,10 +172,15 @@ class EngineSupervisor:
     def _declare_dead(self, reason: str) -> None:
         was_loading = self.state == "loading"
         self._crashes_in_a_row += 1
-        logger.error("the engine of %s ended: %s", self._config.model, reason)
-        if was_loading or self._crashes_in_a_row > self._config.max_restarts:
+        if was_loading:  # which whoever waits for it is told
             self._give_up(reason)
             return
+        name, crashes, limit = self._config.model, self._crashes_in_a_row, self._config.max_restarts
+        if crashes > limit:
+            logger.error("the engine of %s ended: %s; given up after %d restarts in a row", name, reason, limit)
+            self._give_up(reason)
+            return
+        logger.error("the engine of %s ended: %s; restart %d of %d in a row", name, reason, crashes, limit)
         self.state, self.detail = "restarting", f"the engine ended ({reason}) and is being restarted"
         self.restarts += 1
         self._listener.engine_died(reason)
@@ -205,6 +210,8 @@ class EngineSupervisor:
                 logger.warning("unexpected %s from the engine", type(message).__name__)
 
     def _become_ready(self, message: EngineReady) -> None:
+        if self.state == "restarting":
+            logger.info("the engine of %s is ready again", self._config.model)
         self.state, self.detail = "ready", ""
         self.ready = message
         if self._started is not None and not self._started.done():

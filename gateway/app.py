@@ -54,7 +54,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to load every model, and return: the port answers health checks meanwhile."""
-        self._loading = [asyncio.create_task(served.start()) for served in self.router.served.values()]
+        served = self.router.served
+        self._loading = [asyncio.create_task(each.start(), name=name) for name, each in served.items()]
         for task in self._loading:
             task.add_done_callback(_log_failure)
         self._begun.set()
@@ -75,7 +76,7 @@ class Gateway:
 
 def _log_failure(loading: asyncio.Task[None]) -> None:
     if not loading.cancelled() and loading.exception() is not None:
-        log.error("a model did not load: %s", loading.exception())
+        log.error("model %s did not load: %s", loading.get_name(), loading.exception())
 
 
 Receive = Callable[[], Awaitable[Any]]

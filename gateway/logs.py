@@ -28,6 +28,11 @@ def redact(text: str) -> str:
     return _SECRETS.sub(lambda match: (match.group(1) or "") + "***", text)
 
 
+def _plain(text: str) -> str:
+    """Redacted, and something that JSON can hold: names of files need not be text."""
+    return redact(text).encode("utf-8", "backslashreplace").decode()
+
+
 class _Formatter(logging.Formatter):
     def trouble(self, record: logging.LogRecord) -> str:
         """The traceback, redacted; empty without one."""
@@ -57,13 +62,13 @@ class JsonFormatter(_Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": redact(record.getMessage()),
+            "message": _plain(record.getMessage()),
         }
         for key, value in getattr(record, "fields", {}).items():
-            entry[key] = redact(value) if isinstance(value, str) else value
+            entry[key] = _plain(value) if isinstance(value, str) else value
         trouble = self.trouble(record)
         if trouble:
-            entry["error"] = trouble
+            entry["error"] = _plain(trouble)
         return msgspec.json.encode(entry).decode()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 import time
@@ -33,6 +34,7 @@ def serve(settings: Settings) -> int:
     """Serve until a signal; the exit status. Raises ConfigError, PluginError, or what kept a model from loading."""
     began = time.monotonic()
     logs.configure(settings.log_level, settings.log_format, access=settings.access_log)
+    os.environ |= {"SUIMON_LOG_LEVEL": settings.log_level, "SUIMON_LOG_FORMAT": settings.log_format}  # for the engines
     with listen(settings.host, settings.port) as listener:
         plugins = load_named(settings.plugins, settings.plugins_dir)
         if settings.trace_plugins:

@@ -472,7 +472,7 @@ def test_a_request_that_takes_two_engines_with_it_fails_and_no_third_one(mortal:
     mortal.run(test)
 
 
-def test_an_engine_that_cannot_be_replaced_is_given_up(start) -> None:
+def test_an_engine_that_cannot_be_replaced_is_given_up(start, caplog: pytest.LogCaptureFixture) -> None:
     service = start(max_restarts=1)
     service.run(EngineClient.start)
 
@@ -489,6 +489,8 @@ def test_an_engine_that_cannot_be_replaced_is_given_up(start) -> None:
             await collect(client, request("1"))
 
     service.run(test)
+    told = [record.getMessage().rpartition("; ")[2] for record in caplog.records if "ended" in record.getMessage()]
+    assert told == ["restart 1 of 1 in a row", "given up after 1 restarts in a row"]
 
 
 def test_a_model_that_does_not_load_is_said_to_whoever_starts_it(start) -> None:

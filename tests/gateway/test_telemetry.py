@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -389,6 +390,14 @@ def test_a_client_cannot_write_log_lines_of_its_own(log: io.StringIO) -> None:
     logging.getLogger("suimon.test").info("path /a\n12:00:00 INFO forged\x1b[2J\u2028x")
     assert len(log.getvalue().splitlines()) == 1
     assert "\x1b" not in log.getvalue()
+
+
+def test_what_is_no_text_can_be_logged_as_json(log: io.StringIO) -> None:
+    """A file's name need not be UTF-8."""
+    logs.configure("info", "json", stream=log)
+    logging.getLogger("suimon.x").error("cannot read %s", os.fsdecode(b"\xff.gguf"), extra={"fields": {"f": "\udcff"}})
+    entry = json.loads(log.getvalue())
+    assert (entry["message"], entry["f"]) == ("cannot read \\udcff.gguf", "\\udcff")
 
 
 def test_the_access_log_can_be_switched_off(log: io.StringIO) -> None:
