@@ -135,6 +135,8 @@ _UNKNOWN = "Object contains unknown field `"  # msgspec's words for the first ke
 
 def _take_apart(body: bytes, kind: type[msgspec.Struct]) -> Iterator[tuple[str, bytes]]:
     """(name, JSON) of every field that is not null."""
+    if not body.strip():
+        raise InvalidRequest("The request has no body: send a JSON object.")
     try:
         fields = _envelope(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -171,7 +173,8 @@ def _weigh(name: str, raw: bytes) -> None:
     quotes = raw.count(b'"') - raw.count(b'\\"')
     numbers = 0 if quotes else raw.count(b",") + raw.count(b"[")
     if quotes > MAX_QUOTES or numbers > MAX_PROMPT_TOKENS:
-        raise InvalidRequest(f"{name} holds too many entries", param=name)
+        limits = f"{MAX_QUOTES} quotation marks or {MAX_PROMPT_TOKENS} numbers"
+        raise InvalidRequest(f"{name} holds too many entries: more than {limits}", param=name)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], name: str, raw: bytes) -> Any:

@@ -9,10 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from litestar import Request, Response
+from litestar import Request, Response, route
 from litestar.exceptions import InternalServerException
 
 from suimon.gateway.auth import cache_salt
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from suimon.gateway.app import Gateway
 
 JSON = "application/json"
+read = partial(route, http_method=("GET", "HEAD"))  # HEAD, which probes and `curl -I` send, is GET without its body
 DEADLINE_HEADER = "x-request-timeout-ms"
 
 HttpRequest = Request[Any, Any, Any]

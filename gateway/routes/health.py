@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from litestar import Request, Response, get
+from litestar import Request, Response
 
 from suimon.gateway.auth import AUTH, PUBLIC
-from suimon.gateway.routes.common import gateway_of, json_response
+from suimon.gateway.routes.common import gateway_of, json_response, read
 
 # What a process that is not ready says of itself, the most important first.
 _STATES = ("failed", "draining", "restarting", "loading")
 
 
-@get("/health/live", opt={AUTH: PUBLIC})
+@read("/health/live", opt={AUTH: PUBLIC})
 async def live(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Whether the process answers at all; restart it if not."""
     return _tell("alive", ok=True)
 
 
-@get("/health/startup", opt={AUTH: PUBLIC})
+@read("/health/startup", opt={AUTH: PUBLIC})
 async def startup(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Whether every model has been loaded once."""
     done = all(served.started for served in gateway_of(request).router.served.values())
     return _tell("started" if done else "loading", ok=done)
 
 
-@get("/health/ready", opt={AUTH: PUBLIC})
+@read("/health/ready", opt={AUTH: PUBLIC})
 async def ready(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Whether to send requests here: every model is ready and the server is not draining."""
     state = await _state(request)
     return _tell(state, ok=state == "ready")
 
 
-@get("/health", opt={AUTH: PUBLIC})
+@read("/health", opt={AUTH: PUBLIC})
 async def health(request: Request[Any, Any, Any]) -> Response[bytes]:
     """The same as ready, under the name that other servers use."""
     state = await _state(request)

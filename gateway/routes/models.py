@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from litestar import Request, Response, get
+from litestar import Request, Response
 
 from suimon.gateway.auth import AUTH, KEY
 from suimon.gateway.router import Served
-from suimon.gateway.routes.common import gateway_of, json_response
+from suimon.gateway.routes.common import gateway_of, json_response, read
 
 
-@get("/v1/models", opt={AUTH: KEY})
+@read("/v1/models", opt={AUTH: KEY})
 async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
     """All served models."""
     gateway = gateway_of(request)
@@ -19,7 +19,7 @@ async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
     return json_response({"object": "list", "data": data})
 
 
-@get("/v1/models/{model_id:path}", opt={AUTH: KEY})
+@read("/v1/models/{model_id:path}", opt={AUTH: KEY})
 async def retrieve_model(request: Request[Any, Any, Any]) -> Response[bytes]:
     """One model; its name may hold slashes."""
     gateway = gateway_of(request)

@@ -40,10 +40,9 @@ def test_every_route_states_its_class_and_only_probes_are_public(plain: Any) -> 
     }
     assert set(table.values()) == set(CLASSES)
     assert {route for route, auth in table.items() if auth == PUBLIC} == {
-        ("/health", "GET"),
-        ("/health/live", "GET"),
-        ("/health/ready", "GET"),
-        ("/health/startup", "GET"),
+        (path, method)
+        for path in ("/health", "/health/live", "/health/ready", "/health/startup")
+        for method in ("GET", "HEAD")
     }
     assert set(table) - {route for route, auth in table.items() if auth == PUBLIC} == {
         ("/v1/chat/completions", "POST"),

@@ -358,6 +358,18 @@ def test_framework_errors_have_the_openai_shape(server: Any) -> None:
         assert list(json.loads(raw)["error"]) == ["message", "type", "param", "code"]
 
 
+def test_head_is_get_without_its_body(server: Any) -> None:
+    for path in ("/health", "/health/live", "/v1/models", "/v1/models/scripted", "/version", "/metrics"):
+        status, headers, raw = server.request("HEAD", path)
+        assert (status, raw) == (200, b"") and int(headers["content-length"]) > 0, path
+
+
+def test_a_missing_body_is_said_to_be_missing(server: Any) -> None:
+    for body in (b"", b" \n"):
+        status, answer = server.post("/v1/completions", body)
+        assert status == 400 and "no body" in answer["error"]["message"]
+
+
 def test_version_and_metrics(server: Any) -> None:
     import json
     from importlib.metadata import version
