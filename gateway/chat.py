@@ -126,7 +126,9 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
     """A client for the server at ``url``, with or without its ``/v1``."""
     import httpx
 
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    if api_key and not api_key.isprintable():
+        raise ChatError("--api-key: holds a character that no key has, perhaps a line end")
+    headers = {b"authorization": f"Bearer {api_key}".encode()} if api_key else {}
     timeout = httpx.Timeout(10.0, read=None)  # a model may think for a while
     base = url.rstrip("/").removesuffix("/v1")
     try:

@@ -169,6 +169,15 @@ def test_somebody_else_there_is_told(script: tuple[type[Script], str], tmp_path:
     assert result.returncode == 1 and result.stderr.startswith("suimon: error: ") and result.stderr.count("\n") == 1
 
 
+def test_a_key_is_sent_as_utf8_and_a_line_end_in_it_is_told(script: tuple[type[Script], str], tmp_path: Path) -> None:
+    server, url = script
+    server.events = [event("x"), DONE]
+    assert piped("hi", tmp_path, "--url", url, "--api-key", "clé").returncode == 0
+    assert server.keys == ["Bearer clé".encode().decode("latin-1")]
+    result = piped("hi", tmp_path, "--url", url, "--api-key", "k\r")
+    assert result.returncode == 1 and "--api-key" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_no_prompt_is_told(script: tuple[type[Script], str], tmp_path: Path) -> None:
     assert "no prompt" in piped("  \n", tmp_path, "--url", script[1]).stderr
 
