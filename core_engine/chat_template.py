@@ -75,6 +75,14 @@ class ChatTemplateRenderer:
         for _ in range(self._places):
             self._idle.put(self._idle.get() or self._new_worker())
 
+    def check(self) -> None:
+        """Return when the template is compiled. Raises ModelLoadError if it cannot be."""
+        worker = self._idle.get()
+        try:
+            worker = self._ready(worker)
+        finally:
+            self._idle.put(worker)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

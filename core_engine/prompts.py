@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from suimon.core_engine.chat_template import ChatTemplateRenderer, load_chat_template
 from suimon.core_engine.context_limit import resolve_max_tokens
-from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
 from suimon.core_engine.loader.unreadable import unreadable_files_named
 from suimon.core_engine.request import EngineRequest, Message
 from suimon.core_engine.sampling_params import SamplingParams
@@ -96,4 +96,14 @@ def load_text_side(model_path: str, chat_template: str | None) -> tuple[Tokenize
     template = tokenizer.chat_template if chat_template is None else load_chat_template(chat_template)
     renderer = ChatTemplateRenderer(template, tokenizer.special_tokens)
     renderer.start()
+    if chat_template is not None:  # whoever chose it is there to mend it; a model's own costs only the chats
+        _check(renderer)
     return tokenizer, renderer
+
+
+def _check(renderer: ChatTemplateRenderer) -> None:
+    try:
+        renderer.check()
+    except ModelLoadError:
+        renderer.close()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,18 @@ def test_a_tokenizer_that_may_not_be_read_is_named_with_the_reason(
     forbid_reading(monkeypatch, tmp_path / "tokenizer.json")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: cannot be read: Permission denied"):
         load_text_side(str(tmp_path), None)
+
+
+def test_a_chat_template_that_was_chosen_and_is_none_does_not_load(tmp_path: Path) -> None:
+    """A model's own, which its user cannot mend, costs only the chats."""
+    broken = {"chat_template": "{% for %}"}
+    (tmp_path / "tokenizer.json").write_text(
+        '{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}'
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(broken))
+    _, renderer = load_text_side(str(tmp_path), None)
+    renderer.close()
+    with pytest.raises(ModelLoadError, match="chat template cannot be compiled"):
+        load_text_side(str(tmp_path), broken["chat_template"])
+    _, renderer = load_text_side(str(tmp_path), "{{ messages }}")
+    renderer.close()
