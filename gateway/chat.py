@@ -42,8 +42,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser)
     parser.add_argument("--model", help="model name (default: the first that the server lists)")
     parser.add_argument("--system", help="instructions to begin with")
-    parser.add_argument("--temperature", type=float, help="0 is the same answer every time")
-    parser.add_argument("--max-tokens", type=int, help="longest answer")
+    # At the API's own default of 1 a small model wanders off, and without an end in sight it never comes back.
+    parser.add_argument(
+        "--temperature", type=float, default=0.6, help="0: always the same answer (default: %(default)s)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: %(default)s)")
 
 
 class Conversation:

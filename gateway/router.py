@@ -129,10 +129,10 @@ class Router:
         self._plugins.hook.register_backends(register=self.register, settings=settings)
         if not self.served or len(self.served) < len(settings.models):
             wanted = ", ".join(repr(model.backend) for model in settings.models)
-            found = ", ".join(map(repr, self.served)) or "no model"
+            found = f"only {', '.join(map(repr, self.served))}" if self.served else "none of them"
             raise ConfigError(
-                f"the configured models name the backends {wanted}, but the loaded plugins serve only {found}: correct "
-                "`backend`, or name the plugin that is missing in `plugins`"
+                f"the configured models name the backends {wanted}, but the loaded plugins serve {found}: correct "
+                "`backend` (built in: 'native', 'echo'), or name the plugin that is missing in `plugins`"
             )
         self._arrange([model.served_model_name or model.model for model in settings.models])
 

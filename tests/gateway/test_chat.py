@@ -94,6 +94,16 @@ def piped(prompt: str, home: Path, *flags: str) -> subprocess.CompletedProcess[s
 # --- Piped ------------------------------------------------------------------------------------------------------------
 
 
+def test_an_answer_has_an_end_and_stays_near_the_point_unless_the_user_says_otherwise(
+    script: tuple[type[Script], str], tmp_path: Path
+) -> None:
+    server, url = script
+    server.events = [event("Hello"), event(None, usage={}), DONE]
+    assert piped("hi\n", tmp_path, "--url", url).returncode == 0
+    assert server.asked[-1]["max_tokens"] == 1024
+    assert 0 < server.asked[-1]["temperature"] < 1
+
+
 def test_one_prompt_from_standard_input_gets_one_answer(script: tuple[type[Script], str], tmp_path: Path) -> None:
     server, url = script
     # Line separators inside JSON are text, a control sequence must not reach the terminal, keepalives are skipped.
