@@ -48,7 +48,10 @@ class Model(nn.Module, ABC):
 
 
 class DecoderLayer(nn.Module, ABC):
-    """One block of a decoder."""
+    """Block ``index`` of a decoder, with empty weights."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(
@@ -68,6 +71,7 @@ class DecoderModel(Model):
     Tensors whose checkpoint name matches one of ``ignored_tensors`` (regular expressions) are left in the file.
     """
 
+    layer_class: type[DecoderLayer]
     norm_offset = 0.0
     ignored_tensors: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     # Where the decoder's tensors sit in a checkpoint: the first prefix that the file has is taken.
@@ -79,7 +83,7 @@ class DecoderModel(Model):
         self.vocab_size, self.max_position = config.vocab_size, config.max_position
         self.kv_shapes = (KVShape(config.num_kv_heads, config.head_dim),) * len(config.layers)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(len(config.layers)))
+        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(len(config.layers)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.norm_offset)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.ropes = [RotaryEmbedding(rope) for rope in config.ropes]
@@ -89,10 +93,6 @@ class DecoderModel(Model):
     @abstractmethod
     def read_config(cls, config: Mapping[str, Any]) -> ModelConfig:
         """The family's reading of a Hugging Face config. Raises ModelLoadError or UnsupportedModelError."""
-
-    @abstractmethod
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        """Layer ``index``, with empty weights."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:

@@ -60,7 +60,7 @@ class Gemma2Layer(DecoderLayer):
     attention_class: type[LlamaAttention] = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
+        super().__init__(config, index)
         self.self_attn = self.attention_class(config, index)
         self.mlp = GatedMLP(config)
 
@@ -90,10 +90,7 @@ class Gemma2Model(DecoderModel):
     """Gemma2ForCausalLM."""
 
     norm_offset = 1.0
-    layer_class: type[Gemma2Layer] = Gemma2Layer
-
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        return self.layer_class(config, index)
+    layer_class: type[DecoderLayer] = Gemma2Layer
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> ModelConfig:

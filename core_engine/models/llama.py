@@ -78,7 +78,7 @@ class LlamaLayer(DecoderLayer):
     attention_class: type[LlamaAttention] = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
+        super().__init__(config, index)
         self.self_attn = self.attention_class(config, index)
         self.mlp = GatedMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -101,9 +101,6 @@ class LlamaModel(DecoderModel):
     """LlamaForCausalLM."""
 
     layer_class: type[DecoderLayer] = LlamaLayer
-
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        return self.layer_class(config, index)
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> ModelConfig:
