@@ -206,14 +206,14 @@ def test_further_end_tokens_end_answers(engine: Conversation) -> None:
     assert (tokens(outputs), outputs[-1].finish_reason, outputs[-1].stop_reason) == ([199, 200], "stop", None)
 
 
-def test_ten_thousand_hostile_frames_do_it_no_harm(engine: Conversation) -> None:
+def test_a_hundred_thousand_hostile_frames_do_it_no_harm(engine: Conversation) -> None:
     """R11: whatever a frame holds, the frames around it are served."""
     chance = random.Random(7)
     real = to_frame(add("fuzz", [1]))[4:]
     pid = engine.process.pid
-    for number in range(100):
+    for number in range(250):
         batch = []
-        for _ in range(100):
+        for _ in range(400):
             payload = bytearray(real if chance.random() < 0.5 else chance.randbytes(chance.randrange(80)))
             for _ in range(chance.randrange(1, 4)):
                 payload[chance.randrange(len(payload) + 1) :] = chance.randbytes(chance.randrange(9))
