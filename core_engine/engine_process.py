@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 # Safe path (-P): a file in the working directory must not pass for one of the engine's modules.
 COMMAND = (sys.executable, "-P", "-m", "suimon.core_engine.process")
 
-# What OpenMP's threads do while they wait for each other. By default they spin for milliseconds, which costs nothing on
-# an idle machine and everything on a busy one: with one other busy process on two cores a step took 1070 ms, and 270 ms
-# with this. Whoever sets the variable, or OMP_WAIT_POLICY, knows better.
+# What OpenMP's threads do while they wait for each other. By default they spin for milliseconds, on a busy machine on a
+# core that somebody else needs: with one other busy process on two cores a step took 1070 ms, and 270 ms with this.
+# Whoever sets the variable, or OMP_WAIT_POLICY, knows better.
 OPENMP_SPIN = {"GOMP_SPINCOUNT": "10000"}
 
 EXIT_TIMEOUT = 0.5  # seconds from its last sign to its exit
