@@ -1,0 +1,362 @@
+"""Calls to one remote server over HTTP: a pool of connections, limits on time and size, attempts, a circuit breaker.
+
+An attempt may be repeated only while not a byte of an answer has come: generation changes nothing at the server, but
+half an answer cannot be taken back. Redirects are not followed, proxies only used where the operator says so, and
+nothing of the client's headers is sent on. Knows bytes and statuses; refuses to know what is asked. For plugins outside
+this repository it is beta: names may still change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from suimon.gateway.hookspecs import BackendError, BackendUnavailable
+from suimon.plugins.circuit_breaker import CircuitBreaker
+from suimon.plugins.remote_errors import MAX_ERROR_BODY, Translator, UpstreamError
+from suimon.plugins.remote_options import RemoteOptions, Secret
+from suimon.plugins.remote_streams import StreamTooLong
+from suimon.plugins.upstream_span import UpstreamSpan
+
+if TYPE_CHECKING:
+    import httpx2
+
+log = logging.getLogger("suimon.plugins.remote")
+
+FIRST_BACKOFF = 0.1  # seconds before the first repetition, doubled each time and shortened by up to half at random
+DRAIN_TIME, DRAIN_PIECES = 0.25, 16  # what an answer that is complete may still send, so that its connection is reused
+MAX_JSON = 64 * 1024 * 1024  # bytes of an answer that is read whole
+T = TypeVar("T")
+
+
+class Reader(Protocol):
+    """Cuts a stream into what it frames (``remote_streams``)."""
+
+    def feed(self, piece: bytes) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]: ...
+
+
+class Reply:
+    """An answer that has begun. Read ``items``, then ``close`` it, whatever happened: that ends the connection.
+
+    ``release`` before closing an answer that was complete lets its connection be used again.
+    """
+
+    def __init__(
+        self,
+        client: RemoteClient,
+        response: httpx2.Response,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        span: UpstreamSpan,
+    ) -> None:
+        self._client = client
+        self._response = response
+        self._first = first
+        self._rest = rest
+        self._span = span
+        self._error: BaseException | None = None
+
+    async def items(self, reader: Reader) -> AsyncGenerator[bytes, None]:
+        """What the stream frames, each item as soon as its last byte is here.
+
+        Raises BackendCrashed when the server goes silent, breaks off or sends too much.
+        """
+        piece: bytes | None = self._first
+        size, end = 0, time.monotonic() + self._client.options.total_timeout
+        try:
+            while piece is not None:
+                size += len(piece)
+                if size > self._client.options.max_answer_size:
+                    raise self.failed(f"sent more than {self._client.options.max_answer_size} bytes")
+                for item in reader.feed(piece):
+                    yield item
+                piece = await self._next(end)
+            for item in reader.end():
+                yield item
+        except StreamTooLong as error:
+            raise self.failed(f"sent what is no answer: {error}") from None
+
+    async def _next(self, end: float) -> bytes | None:
+        """The next bytes, None after the last. ``end`` is the time.monotonic() by which all must have come."""
+        try:
+            async with asyncio.timeout(min(self._client.options.idle_timeout, end - time.monotonic())):
+                return await anext(self._rest, None)
+        except TimeoutError:
+            raise self.failed("took too long to go on with its answer") from None
+        except self._client.transport_errors as error:
+            log.warning("%s broke off: %s", self._client.errors.server, self._client.describe(error))
+            raise self.failed("broke off its answer") from None
+
+    def failed(self, what: str) -> BackendError:
+        """The error to raise for an answer that went wrong at the server's end; counted as an outage."""
+        error = self._client.errors.malformed(what)
+        self.note(error)
+        self._client.record_outage()
+        return error
+
+    def note(self, error: BaseException) -> None:
+        """The answer ended with this error."""
+        self._error = error
+
+    async def release(self) -> None:
+        """The answer is complete: read what little may follow."""
+        with suppress(TimeoutError, *self._client.transport_errors):
+            async with asyncio.timeout(DRAIN_TIME):
+                for _ in range(DRAIN_PIECES):
+                    if await anext(self._rest, None) is None:
+                        return
+
+    async def close(self) -> None:
+        """End it; an answer that was not read to its end takes its connection along, which tells the server."""
+        try:
+            await self._rest.aclose()
+            await self._response.aclose()
+        finally:
+            self._span.end(self._error)
+
+
+class RemoteClient:
+    """One server. ``open`` before use, ``close`` after. ``model`` is the name that errors call it by.
+
+    ``clock``, ``sleep`` and ``jitter`` (a number from 0 to 1) are for tests.
+    """
+
+    def __init__(
+        self,
+        options: RemoteOptions,
+        key: Secret,
+        model: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.options = options
+        self.errors = Translator(model, (key,))
+        self.breaker = CircuitBreaker(options.breaker_failures, options.breaker_cooldown, clock)
+        self.root = options.base_url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        self._sleep = sleep
+        self._jitter = jitter
+        self._http: httpx2.AsyncClient | None = None
+        self.transport_errors: tuple[type[Exception], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"RemoteClient({self.root!r})"
+
+    def open(self) -> None:
+        """Make the pool of connections. Raises BackendUnavailable where the certificates cannot be read."""
+        import httpx2
+
+        options = self.options
+        self.transport_errors = (httpx2.TransportError, httpx2.StreamError)
+        self._http = httpx2.AsyncClient(
+            headers=self._headers(),
+            verify=self._verification(),
+            trust_env=options.trust_env,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=options.max_concurrency),
+            timeout=httpx2.Timeout(None, connect=options.connect_timeout),
+        )
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"user-agent": "suimon", "accept-encoding": "identity", **self.options.headers}
+        if self._key:
+            name, key = self.options.api_key_header, self._key.reveal()
+            headers[name] = f"Bearer {key}" if name.lower() == "authorization" else key
+        return headers
+
+    def _verification(self) -> ssl.SSLContext | bool:
+        if not self.options.ca_file:
+            return True
+        try:
+            return ssl.create_default_context(cafile=self.options.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            message = f"{self.errors.server}: ca_file {self.options.ca_file} cannot be used: {type(error).__name__}"
+            raise BackendUnavailable(message) from None
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    # --- Asking -------------------------------------------------------------------------------------------------------
+
+    async def stream(
+        self, path: str, body: Any, *, content_types: tuple[str, ...], trace_context: Mapping[str, str] | None = None
+    ) -> Reply:
+        """POST ``body`` as JSON to ``path`` under the root; the answer, once its first byte is here.
+
+        Raises BackendErrors. The caller closes the Reply.
+        """
+        span = UpstreamSpan(trace_context or {}, self.root)
+        content = msgspec.json.encode(body)
+        try:
+            return await self._attempts(lambda: self._begin(path, content, content_types, span), span)
+        except BaseException as error:
+            span.end(error)
+            raise
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The decoded JSON answer to one request, repeated as a stream's would be. Raises BackendErrors."""
+        content = None if body is None else msgspec.json.encode(body)
+        return await self._attempts(lambda: self._ask(method, path, content))
+
+    async def look(self, path: str, timeout: float) -> tuple[int, bytes]:
+        """(status, beginning of the body) of a GET, at once and once, whatever the circuit breaker says.
+
+        Raises UpstreamError where no answer comes.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                response = await self._send("GET", path, None, {})
+                try:
+                    return response.status_code, await _read(response, MAX_ERROR_BODY * 16)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise self.errors.unavailable("does not answer", outage=True) from None
+        except self.transport_errors as error:
+            raise self._unreachable(error) from None
+
+    def record_outage(self) -> None:
+        """An answer that had begun failed: one more failure, where the circuit is closed."""
+        ticket = self.breaker.enter()
+        if ticket is not None:
+            self.breaker.failed(ticket)
+
+    def describe(self, error: BaseException) -> str:
+        """An error for the log: its class and its words, without keys."""
+        return f"{type(error).__name__}: {self.errors.clean(str(error))}"
+
+    # --- Attempts -----------------------------------------------------------------------------------------------------
+
+    async def _attempts(self, attempt: Callable[[], Awaitable[T]], span: UpstreamSpan | None = None) -> T:
+        for number in range(self.options.retries + 1):
+            if span is not None and number:
+                span.resent(number)
+            try:
+                return await self._guarded(attempt)
+            except UpstreamError as failure:
+                log.warning("attempt %d: %s", number + 1, failure)
+                wait = self._pause(failure, number)
+                if wait is None:
+                    raise failure.error from None
+            await self._sleep(wait)
+        raise AssertionError("the last attempt either answers or raises")
+
+    def _pause(self, failure: UpstreamError, number: int) -> float | None:
+        """Seconds before the next attempt; None: this was the last one."""
+        if not failure.retriable or number >= self.options.retries or self.breaker.wait:
+            return None
+        backoff: float = min(self.options.max_retry_wait, FIRST_BACKOFF * 2**number) * (1 - self._jitter() / 2)
+        if failure.wait is None:
+            return backoff
+        return failure.wait + backoff if failure.wait <= self.options.max_retry_wait else None
+
+    async def _guarded(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """One attempt, if the circuit breaker lets it through, and its verdict."""
+        ticket = self.breaker.enter()
+        if ticket is None:
+            message = f"{self.errors.server} has been failing and is left alone for now"
+            raise BackendUnavailable(message, retry_after=max(1.0, self.breaker.wait))
+        try:
+            result = await attempt()
+        except UpstreamError as failure:
+            (self.breaker.failed if failure.outage else self.breaker.succeeded)(ticket)
+            raise
+        except BaseException:
+            self.breaker.abandoned(ticket)
+            raise
+        self.breaker.succeeded(ticket)
+        return result
+
+    async def _begin(self, path: str, content: bytes, types: tuple[str, ...], span: UpstreamSpan) -> Reply:
+        """Send, and wait for the first byte of the answer. Raises UpstreamError."""
+        try:
+            async with asyncio.timeout(self.options.first_byte_timeout):
+                response = await self._send("POST", path, content, span.headers | {"accept": types[0]})
+                span.status(response.status_code)
+                return await self._begun(response, types, span)
+        except TimeoutError:
+            raise self.errors.unavailable("took too long to begin its answer", outage=True) from None
+        except self.transport_errors as error:
+            raise self._unreachable(error) from None
+
+    async def _begun(self, response: httpx2.Response, types: tuple[str, ...], span: UpstreamSpan) -> Reply:
+        try:
+            await self._check(response, types)
+            pieces: Any = response.aiter_raw()
+            first = await anext(pieces, None)
+            if first is None:
+                raise self.errors.unavailable("ended its answer before it began", retriable=True, outage=True)
+            span.first_byte()
+            return Reply(self, response, first, pieces, span)
+        except BaseException:
+            await response.aclose()
+            raise
+
+    async def _ask(self, method: str, path: str, content: bytes | None) -> Any:
+        try:
+            async with asyncio.timeout(self.options.first_byte_timeout):
+                response = await self._send(method, path, content, {"accept": "application/json"})
+                try:
+                    await self._check(response, ("application/json",))
+                    return msgspec.json.decode(await _read(response, MAX_JSON))
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise self.errors.unavailable("took too long to answer", outage=True) from None
+        except self.transport_errors as error:
+            raise self._unreachable(error) from None
+        except (msgspec.DecodeError, RecursionError):
+            raise self.errors.unavailable("sent what is no JSON", outage=True) from None
+
+    async def _send(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> httpx2.Response:
+        assert self._http is not None, "open() comes first"
+        typed = {"content-type": "application/json"} if content is not None else {}
+        request = self._http.build_request(method, self.root + path, content=content, headers={**typed, **headers})
+        return await self._http.send(request, stream=True)
+
+    async def _check(self, response: httpx2.Response, types: tuple[str, ...]) -> None:
+        """Raise UpstreamError unless this is an answer of one of these types."""
+        if response.status_code != 200:
+            raise self.errors.status(response.status_code, await _read(response, MAX_ERROR_BODY), response.headers)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise self.errors.unavailable("compressed its answer, which was not asked for", outage=True)
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in types:
+            shown = self.errors.clean(kind[:60]) or "no type"
+            raise self.errors.unavailable(f"answered with {shown} instead of {types[0]}", outage=True)
+
+    def _unreachable(self, error: Exception) -> UpstreamError:
+        import httpx2
+
+        log.warning("%s: %s", self.errors.server, self.describe(error))
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
+            return self.errors.unavailable("cannot be reached", retriable=True, outage=True)
+        retriable = not isinstance(error, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError)
+        return self.errors.unavailable("broke the connection before it answered", retriable=retriable, outage=True)
+
+
+async def _read(response: httpx2.Response, limit: int) -> bytes:
+    """The body, or its beginning: at most ``limit`` bytes are kept, and the rest is not waited for."""
+    pieces, size = [], 0
+    stream: Any = response.aiter_raw()
+    async with aclosing(stream):
+        async for piece in stream:
+            pieces.append(piece)
+            size += len(piece)
+            if size >= limit:
+                break
+    return b"".join(pieces)[:limit]
