@@ -33,13 +33,25 @@ class TrimSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySequence:
+    """Give ``target``, which holds nothing, the KV of the first ``length`` tokens of ``source``, which keeps it.
+
+    For engines that keep KV per sequence; both are seq_ids, and ``source`` may have ended.
+    """
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class FreeSequence:
     """The sequence is gone: drop everything kept for it."""
 
     seq_id: int
 
 
-CacheOp = CopyBlock | TrimSequence | FreeSequence
+CacheOp = CopyBlock | CopySequence | TrimSequence | FreeSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 
-from suimon.core_engine.batch import CopyBlock
+from suimon.core_engine.batch import CacheOp, CopyBlock
 from suimon.core_engine.sequence import Sequence
 
 
@@ -40,6 +40,9 @@ class BlockManager:
     It alone changes a sequence's ``block_table`` and ``block_hashes``. ``model_version`` is the content version of the
     model: part of every hash, so that no cached block outlives the weights that made it.
     """
+
+    can_fork = True
+    headroom = 1
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, model_version: str = ""
@@ -150,6 +153,15 @@ class BlockManager:
         self.trim(sequence, 0)
         self._holders.pop(sequence.seq_id, None)
         self._num_registered.pop(sequence.seq_id, None)
+
+    def finish(self, sequence: Sequence) -> bool:
+        """The same for a sequence that has ended. What is cached is cached by its content: nobody need keep it."""
+        self.free(sequence)
+        return False
+
+    def take_cache_ops(self) -> list[CacheOp]:
+        """Nothing: blocks are written before they are read, and ``fork`` hands out its copies itself."""
+        return []
 
     def register(self, sequence: Sequence) -> None:
         """Enter the sequence's full blocks of accepted and computed tokens into the prefix cache."""

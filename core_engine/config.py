@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.request_queue import POLICIES
@@ -17,7 +19,7 @@ class EngineConfig:
 
     Lengths and budgets count tokens; ``kv_cache_memory`` is bytes; intervals and timeouts are seconds.
     ``max_num_batched_tokens`` bounds the tokens of one step, so a longer prompt is computed in chunks.
-    ``executor`` is the "package.module:Class" that computes the batches.
+    ``executor`` is the "package.module:Class" that computes the batches; ``executor_options`` are for it alone.
     """
 
     model: str
@@ -43,6 +45,7 @@ class EngineConfig:
     max_restarts: int = 5
     num_threads: int | None = None
     executor: str = NATIVE_EXECUTOR
+    executor_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", "dtype")

@@ -21,12 +21,14 @@ from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.context_limit import resolve_max_tokens
 from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from suimon.core_engine.executor import ExecutorCapabilities, Pending, StepExecutor
+from suimon.core_engine.executor import PER_SEQUENCE, ExecutorCapabilities, Pending, StepExecutor
+from suimon.core_engine.kv_manager import KVManager
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.sampler import SamplingRow
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.scheduler import Scheduler, SchedulerConfig
 from suimon.core_engine.sequence import Sequence, Timing
+from suimon.core_engine.slot_manager import SlotManager
 from suimon.core_engine.stats import EngineStats
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -60,12 +62,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(
             _scheduler_config(config, capabilities),
-            BlockManager(
-                capabilities.num_blocks,
-                capabilities.block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-                model_version=model_version,
-            ),
+            _kv_manager(config, capabilities, model_version),
             eos_token_ids,
             clock=clock,
         )
@@ -328,6 +325,23 @@ def _scheduler_config(config: EngineConfig, capabilities: ExecutorCapabilities) 
         policy=config.scheduling_policy,
         partial_trim=capabilities.partial_trim,
         adapters_per_batch=capabilities.adapters_per_batch,
+    )
+
+
+def _kv_manager(config: EngineConfig, capabilities: ExecutorCapabilities, model_version: str) -> KVManager:
+    if capabilities.kv_kind == PER_SEQUENCE:
+        return SlotManager(
+            capabilities.num_blocks,
+            capabilities.max_residents,
+            enable_prefix_caching=config.enable_prefix_caching,
+            can_fork=capabilities.partial_trim,
+            max_kept_tokens=capabilities.max_kept_tokens,
+        )
+    return BlockManager(
+        capabilities.num_blocks,
+        capabilities.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        model_version=model_version,
     )
 
 

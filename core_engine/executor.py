@@ -18,6 +18,8 @@ from suimon.core_engine.batch import FreeSequence, ScheduledBatch, ScheduledSequ
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampler import Sampler, SamplerOutput, SamplingRow
 
+PAGED, PER_SEQUENCE = "paged", "per_sequence"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorCapabilities:
@@ -25,6 +27,12 @@ class ExecutorCapabilities:
 
     ``num_blocks`` blocks of ``block_size`` slots hold KV. ``partial_trim`` says whether a sequence's tail can be
     forgotten without recomputing all of it. ``adapters_per_batch`` bounds how many different adapters share a step.
+
+    ``kv_kind`` says who keeps the accounts: PAGED, where a block table says where each token's KV lies (BlockManager),
+    or PER_SEQUENCE, where the executor finds it by seq_id (SlotManager); ``block_size`` is then 1, ``num_blocks`` the
+    tokens of all sequences together, ``max_residents`` the sequences, running or ended, that it can hold at a time
+    (more than ``max_num_seqs``), ``max_kept_tokens`` the tokens it should hold of ended ones (None: any number), and
+    without ``partial_trim`` no beginning of one is copied to another.
     """
 
     vocab_size: int
@@ -34,6 +42,9 @@ class ExecutorCapabilities:
     max_num_seqs: int
     partial_trim: bool = True
     adapters_per_batch: int = 1
+    kv_kind: str = PAGED
+    max_residents: int = 0
+    max_kept_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

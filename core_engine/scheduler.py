@@ -20,11 +20,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from suimon.core_engine.batch import CacheOp, CopyBlock, FreeSequence, ScheduledBatch, ScheduledSequence, TrimSequence
-from suimon.core_engine.block_manager import BlockManager
+from suimon.core_engine.batch import (
+    CacheOp,
+    CopyBlock,
+    CopySequence,
+    FreeSequence,
+    ScheduledBatch,
+    ScheduledSequence,
+    TrimSequence,
+)
 from suimon.core_engine.ending import fault_of, make_output, why_ended
 from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import SequenceResult, StepResult
+from suimon.core_engine.kv_manager import KVManager
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.request_queue import RequestQueue
 from suimon.core_engine.sequence import Sequence, Status
@@ -77,7 +85,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        block_manager: BlockManager,
+        block_manager: KVManager,
         eos_token_ids: Iterable[int] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -162,7 +170,8 @@ class Scheduler:
         if not plan.sequences:
             return None
         self._last_step_id += 1
-        operations, self._cache_ops = self._cache_ops, []
+        # What is to be forgotten goes first: its place may be what the manager has given to others since.
+        operations, self._cache_ops = [*self._cache_ops, *self.blocks.take_cache_ops()], []
         return ScheduledBatch(self._last_step_id, plan.sequences, operations)
 
     def _adapters_to_serve(self) -> set[str | None]:
@@ -187,7 +196,8 @@ class Scheduler:
         shortfall = self.blocks.shortfall(first, first.num_tokens, self._shareable(first))
         for count in range(len(victims) + 1):
             num_running = len(self.running) - count
-            missing = shortfall + num_running - self.blocks.num_reclaimable(victims[:count])
+            spare = num_running * self.blocks.headroom
+            missing = shortfall + spare - self.blocks.num_reclaimable(victims[:count])
             if num_running < self._seats and missing <= 0:
                 for victim in victims[:count]:
                     self._preempt(victim)
@@ -264,8 +274,8 @@ class Scheduler:
         return True
 
     def _acquire_blocks(self, sequence: Sequence) -> bool:
-        # One block is left for each that runs: else the next decode would preempt what was just started.
-        spare = len(self.running)
+        # Something is left for each that runs: else the next decode would preempt what was just started.
+        spare = len(self.running) * self.blocks.headroom
         leader = self._forkable_leader(sequence)
         if leader is not None:
             return self._fork(leader, sequence, spare)
@@ -288,6 +298,8 @@ class Scheduler:
     def _forkable_leader(self, sequence: Sequence) -> Sequence | None:
         leader = sequence.leader
         if leader is None or sequence.output_token_ids or leader.status is not Status.RUNNING:
+            return None
+        if not self.blocks.can_fork:
             return None
         return leader if leader.is_prompt_computed else None
 
@@ -349,7 +361,7 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, message: str) -> list[EngineOutput]:
         """End every sequence of a batch that the executor could not run, each with that error."""
         # Copies were for sequences of this very batch; what was to be forgotten is still to be forgotten.
-        self._cache_ops[:0] = [op for op in batch.cache_ops if not isinstance(op, CopyBlock)]
+        self._cache_ops[:0] = [op for op in batch.cache_ops if not isinstance(op, CopyBlock | CopySequence)]
         failed = SequenceResult(error=message)
         return self.update(batch, StepResult(batch.step_id, {s.seq_id: failed for s in batch.sequences}))
 
@@ -413,13 +425,14 @@ class Scheduler:
             self._seats = max(len(self.running), 1)
 
     def _finish(self, sequence: Sequence) -> None:
+        is_kept = False
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            self.blocks.free(sequence)
+            is_kept = self.blocks.finish(sequence)
             self._seats = self.config.max_num_seqs
         elif self.waiting.remove(sequence):
             self.num_queued_tokens -= sequence.num_tokens
-        if sequence.timing.first_scheduled is not None:
+        if sequence.timing.first_scheduled is not None and not is_kept:
             self._cache_ops.append(FreeSequence(sequence.seq_id))
         sequence.status = Status.FINISHED
         self.num_finished[sequence.finish_reason or ""] += 1

@@ -13,11 +13,26 @@ from dataclasses import dataclass
 
 import torch
 
-from suimon.core_engine.batch import CopyBlock, FreeSequence, ScheduledBatch, ScheduledSequence, TrimSequence
+from suimon.core_engine.batch import (
+    CacheOp,
+    CopyBlock,
+    CopySequence,
+    FreeSequence,
+    ScheduledBatch,
+    ScheduledSequence,
+    TrimSequence,
+)
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.engine import Engine
-from suimon.core_engine.executor import Completed, ExecutorCapabilities, ForwardExecutor, SequenceResult, StepResult
+from suimon.core_engine.executor import (
+    PAGED,
+    Completed,
+    ExecutorCapabilities,
+    ForwardExecutor,
+    SequenceResult,
+    StepResult,
+)
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampler import SamplingRow
 from suimon.core_engine.sampling_params import SamplingParams
@@ -136,7 +151,7 @@ class HashExecutor:
         self._inject(batch, results)
         return StepResult(batch.step_id, results)
 
-    def apply(self, operation: CopyBlock | TrimSequence | FreeSequence) -> None:
+    def apply(self, operation: CacheOp) -> None:
         size = self.capabilities.block_size
         match operation:
             case CopyBlock(source, target):
@@ -193,6 +208,11 @@ class HashExecutor:
         self._expect(len(sampling) == batch.num_logits, f"{len(sampling)} rows for {batch.num_logits} logits")
         adapters = {scheduled.adapter for scheduled in batch.sequences}
         self._expect(len(adapters) <= self.capabilities.adapters_per_batch, f"adapters {adapters} in one step")
+        for scheduled in batch.sequences:
+            self._expect(bool(scheduled.token_ids), f"sequence {scheduled.seq_id} has no tokens")
+        self._check_tables(batch)
+
+    def _check_tables(self, batch: ScheduledBatch) -> None:
         size = self.capabilities.block_size
         written = {
             scheduled.block_table[position // size]: scheduled.seq_id
@@ -200,7 +220,6 @@ class HashExecutor:
             for position in range(scheduled.start, scheduled.start + len(scheduled.token_ids))
         }
         for scheduled in batch.sequences:
-            self._expect(bool(scheduled.token_ids), f"sequence {scheduled.seq_id} has no tokens")
             for block in scheduled.block_table:
                 other = written.get(block, scheduled.seq_id)
                 self._expect(other == scheduled.seq_id, f"{other} writes to block {block} of {scheduled.seq_id}")
@@ -231,7 +250,7 @@ class HashPending:
 class ContiguousExecutor(HashExecutor):
     """Keeps KV per sequence and appends to it: positions that are not trimmed away cannot be written again.
 
-    ``num_cells`` bounds the tokens of all sequences together; who does not fit is told so.
+    ``num_cells`` bounds the tokens of all sequences together, a copied one counting once; who does not fit is told so.
     """
 
     def __init__(self, capabilities: ExecutorCapabilities, num_cells: int = 10**9) -> None:
@@ -239,8 +258,12 @@ class ContiguousExecutor(HashExecutor):
         self.num_cells = num_cells
         self.cells: dict[int, list[int]] = {}
 
-    def apply(self, operation: CopyBlock | TrimSequence | FreeSequence) -> None:
+    def apply(self, operation: CacheOp) -> None:
         match operation:
+            case CopySequence(source, target, length):
+                self._expect(not self.cells.get(target), f"{target} holds something already")
+                self._expect(len(self.cells.get(source, [])) >= length, f"{source} holds less than {length}")
+                self.cells[target] = self.cells[source][:length]
             case TrimSequence(seq_id, length):
                 del self.cells.get(seq_id, [])[length:]
             case FreeSequence(seq_id):
@@ -248,10 +271,16 @@ class ContiguousExecutor(HashExecutor):
             case CopyBlock():
                 self.violations.append("a copy of a block, but there are no blocks")
 
+    def _check_tables(self, batch: ScheduledBatch) -> None:
+        if self.capabilities.kv_kind == PAGED:
+            super()._check_tables(batch)
+
     def _run_sequence(self, scheduled: ScheduledSequence, rows: list[SamplingRow]) -> SequenceResult:
         cells = self.cells.setdefault(scheduled.seq_id, [])
         self._expect(len(cells) == scheduled.start, f"{len(cells)} cells, but the step starts at {scheduled.start}")
-        if sum(map(len, self.cells.values())) + len(scheduled.token_ids) > self.num_cells:
+        # A cell's content is a hash of all before it, so that copies are equal and nothing else is.
+        held = {(i, cell) for cells in self.cells.values() for i, cell in enumerate(cells)}
+        if len(held) + len(scheduled.token_ids) > self.num_cells:
             return SequenceResult(out_of_slots=True)
         return super()._run_sequence(scheduled, rows)
 
@@ -351,7 +380,7 @@ def make_scheduler(
     return Scheduler(SchedulerConfig(**{**values, **changes}), blocks, eos, clock=lambda: 0.0)
 
 
-CAPABILITIES = ("num_blocks", "block_size", "partial_trim", "adapters_per_batch")
+CAPABILITIES = ("num_blocks", "block_size", "partial_trim", "adapters_per_batch", "kv_kind")
 
 
 def make_engine(executor: HashExecutor | None = None, propose: object = None, **config: object) -> Engine:
