@@ -20,7 +20,7 @@ from suimon.core_engine.sampling_params import SamplingParams as EngineSampling
 from suimon.gateway import hookspecs
 from suimon.gateway.config import ModelSettings, Settings
 from suimon.gateway.hookspecs import Delta, GenerateRequest, Message, SamplingParams, Usage
-from suimon.plugins import native
+from suimon.plugins import native, stepped
 from suimon.plugins.native import NativeBackend
 
 PATIENCE = 120.0  # seconds that only a defect takes
@@ -96,7 +96,7 @@ class Running:
 
     def __init__(self, model: Path) -> None:
         settings = ModelSettings(model=str(model), served_model_name="tiny", max_num_batched_tokens=24, **OPTIONS)
-        self.backend = NativeBackend(native.engine_config(settings))
+        self.backend = NativeBackend(settings)
         self.runner = asyncio.Runner()
         self.run(self.backend.start())
 
@@ -241,7 +241,7 @@ def test_leaving_early_gives_the_blocks_back(running: Running) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_unavailable_with_the_reason(tmp_path: Path) -> None:
-    backend = NativeBackend(EngineConfig(model=str(tmp_path / "none.gguf")))
+    backend = NativeBackend(ModelSettings(model=str(tmp_path / "none.gguf")))
 
     async def start() -> None:
         try:
@@ -266,17 +266,17 @@ def test_a_model_that_cannot_be_loaded_is_unavailable_with_the_reason(tmp_path: 
     ],
 )
 def test_errors_are_mapped_by_class(error, kind, status) -> None:
-    mapped = native._backend_error(error)
+    mapped = stepped._backend_error(error)
     assert (type(mapped), mapped.status, mapped.message) == (kind, status, "m")
     assert mapped.param == getattr(error, "param", None)
     if status in (429, 503):
-        assert mapped.retry_after == getattr(error, "retry_after", native.RETRY_AFTER)
+        assert mapped.retry_after == getattr(error, "retry_after", stepped.RETRY_AFTER)
 
 
 def test_every_kind_of_engine_error_is_mapped() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EngineError)]
     assert len(kinds) >= 8
-    assert all(isinstance(native._backend_error(kind("m")), hookspecs.BackendError) for kind in kinds)
+    assert all(isinstance(stepped._backend_error(kind("m")), hookspecs.BackendError) for kind in kinds)
 
 
 def test_every_field_of_a_request_reaches_the_engine() -> None:
@@ -300,7 +300,7 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
         cache_salt="s",
         trace_context={"traceparent": "x"},
     )
-    translated = native.engine_request(request)
+    translated = stepped.engine_request(request)
     same = {field.name for field in fields(translated)} - {"messages", "sampling", "add_special_tokens", "prompt"}
     assert {name: getattr(translated, name) for name in same} == {name: getattr(request, name) for name in same}
     assert {name: getattr(translated.sampling, name) for name in SAMPLING} == SAMPLING
@@ -332,10 +332,10 @@ SAMPLING: dict[str, Any] = {
 
 def test_settings_become_the_engines_options_by_name() -> None:
     settings = ModelSettings(model="org/name", max_num_seqs=3, seed=9, chat_template="{{ x }}", step_timeout=7.0)
-    config = native.engine_config(settings)
+    config = stepped.engine_config(settings)
     assert (config.model, config.max_num_seqs, config.seed) == ("org/name", 3, 9)
     assert (config.chat_template, config.step_timeout) == ("{{ x }}", 7.0)
-    settable = {field.name for field in fields(EngineConfig)} - {"executor"}
+    settable = {field.name for field in fields(EngineConfig)} - {"executor", "executor_options"}
     assert settable <= set(ModelSettings.__struct_fields__)
 
 
