@@ -2,8 +2,8 @@
 
     python bench/native_step.py [--dtypes float32 bfloat16] [--rows 1 4 16 32] [--prefill 128 512] [--threads N]
 
-Prints the fastest and the median step, since other programs only ever make a step slower, and, with --parts, how much
-of the median is products with weights.
+Prints the fastest and the median step, since other programs only ever make a step slower. SUIMON_KERNELS=reference
+times PyTorch's operations instead of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
-from suimon import kernels
 from suimon.core_engine import machine
 from suimon.core_engine.batch import ForwardBatch, ScheduledBatch, ScheduledSequence
 from suimon.core_engine.layers.kv_cache import KVCache
 from suimon.core_engine.models.llama import LlamaModel
+from suimon.kernels import cpu
 
 SMOLLM2_135M = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,6 +45,7 @@ def random_model(dtype: torch.dtype) -> LlamaModel:
         if type(module).__name__ == "RMSNorm":
             module.weight = torch.nn.Parameter(torch.ones_like(module.weight, dtype=torch.float32), requires_grad=False)
     model.finish_loading(dtype, "cpu")
+    model.prepare()
     return model
 
 
@@ -82,25 +83,6 @@ def timed(call: Callable[[], object], repeats: int) -> tuple[float, float]:
     return times[0], times[len(times) // 2]
 
 
-def products_time(model: LlamaModel, rows: int, logits: int, repeats: int) -> float:
-    """Milliseconds of one step's products with weights alone (fastest)."""
-    config = model.config
-    inputs = {
-        size: torch.randn(rows, size, dtype=model.dtype) for size in (config.hidden_size, config.intermediate_size)
-    }
-    attended = torch.randn(rows, config.num_heads * config.head_dim, dtype=model.dtype)
-
-    def products() -> None:
-        for layer in model.layers:
-            layer.self_attn.qkv_proj(inputs[config.hidden_size])
-            layer.self_attn.o_proj(attended)
-            layer.mlp.gate_up_proj(inputs[config.hidden_size])
-            layer.mlp.down_proj(inputs[config.intermediate_size])
-        model.lm_head(inputs[config.hidden_size][:logits])
-
-    return timed(products, repeats)[0]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -109,12 +91,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--threads", type=int, default=machine.usable_cores())
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--parts", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    print(f"{options.threads} threads, kernels: {kernels.provider}, torch {torch.__version__}")
-    print(f"{'dtype':10} {'step':>16} {'fastest ms':>11} {'median ms':>10} {'tok/s':>7}" + " products" * options.parts)
+    print(
+        f"{options.threads} threads, kernels: {'cpu' if cpu.is_available() else 'reference'}, torch {torch.__version__}"
+    )
+    print(f"{'dtype':10} {'step':>16} {'fastest ms':>11} {'median ms':>10} {'tok/s':>7}")
     for name in options.dtypes:
         model = random_model(getattr(torch, name))
         cases = [(f"decode {rows}", sequences(rows, 1, options.context - 1)) for rows in options.rows]
@@ -123,10 +106,7 @@ def main() -> None:
             batch = ScheduledBatch(0, scheduled)
             best, median = step_time(model, batch, options.repeats)
             rate = batch.num_tokens / best * 1000
-            parts = ""
-            if options.parts:
-                parts = f" {products_time(model, batch.num_tokens, batch.num_logits, options.repeats):8.1f}"
-            print(f"{name:10} {title:>16} {best:11.1f} {median:10.1f} {rate:7.0f}{parts}", flush=True)
+            print(f"{name:10} {title:>16} {best:11.1f} {median:10.1f} {rate:7.0f}", flush=True)
 
 
 if __name__ == "__main__":

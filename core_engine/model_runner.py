@@ -36,6 +36,7 @@ class ModelRunner(ForwardExecutor):
         device_plan = plan_device(config, checkpoint.config)
         torch.set_num_threads(device_plan.num_threads)
         model = load_model(checkpoint, device_plan.dtype, device_plan.device)
+        model.prepare()
         return cls(model, plan_engine(config, device_plan, model))
 
     @property
@@ -51,7 +52,7 @@ class ModelRunner(ForwardExecutor):
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Execute the cache operations, then the tokens; logits (batch.num_logits, vocab) in the model's dtype."""
+        """Execute the cache operations, then the tokens; logits (batch.num_logits, vocab), any float dtype."""
         self._execute(batch.cache_ops)
         inputs = ForwardBatch.build(batch, self.plan.block_size, self.plan.device)
         hidden = self.model.forward(inputs, self.kv_cache)

@@ -2,7 +2,8 @@
 
 Every operation is specified by ``suimon.kernels.reference``; other providers implement the same functions faster. The
 provider is decided once, when this package is first imported: ``SUIMON_KERNELS`` names one, otherwise the first that
-``PREFERENCE`` lists. An operation that the chosen provider does not have falls to the reference.
+``PREFERENCE`` lists. An operation that the chosen provider does not have falls to the reference. The ``cpu`` provider
+has no operations of these shapes: it does a whole decoder's step in one call (``suimon.kernels.cpu.decoder``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-PROVIDERS = {"reference": "suimon.kernels.reference"}
+PROVIDERS = {"reference": "suimon.kernels.reference", "cpu": "suimon.kernels.reference"}
 PREFERENCE = ("reference",)
 OPERATIONS = (
     "copy_blocks",

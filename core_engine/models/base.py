@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from suimon.core_engine.layers.norm import RMSNorm
 from suimon.core_engine.layers.rotary import RotaryEmbedding
 from suimon.core_engine.loader.checkpoint import Checkpoint
 from suimon.core_engine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from suimon.core_engine.models.one_call import OneCallStep
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin: each (T, R) float32
 
@@ -37,6 +40,9 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Model:
         """Build and fill the model. Raises ModelLoadError or UnsupportedModelError."""
+
+    def prepare(self) -> None:
+        """Called once after loading: bring the weights into the form that this machine computes with."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
@@ -88,6 +94,7 @@ class DecoderModel(Model):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.ropes = [RotaryEmbedding(rope) for rope in config.ropes]
         self.layer_ropes = [config.ropes.index(layer.rope) for layer in config.layers]
+        self.one_call: OneCallStep | None = None  # the whole step, where the CPU kernels do it
 
     @classmethod
     @abstractmethod
@@ -111,11 +118,20 @@ class DecoderModel(Model):
         for rope in self.ropes:
             rope.to_device(device)
 
+    def prepare(self) -> None:
+        from suimon.core_engine.models.one_call import one_call_step
+
+        self.one_call = one_call_step(self)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(T,) int64 -> (T, hidden)."""
+        if self.one_call is not None and self.config.tie_word_embeddings:
+            return self.one_call.embed(token_ids)
         return self.embed_tokens.forward(token_ids)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        if self.one_call is not None:
+            return self.one_call.forward(batch, kv_cache)
         hidden = self.embed(batch.token_ids)
         rotations = [rope.forward(batch.positions) for rope in self.ropes]
         residual: torch.Tensor | None = None
@@ -124,6 +140,6 @@ class DecoderModel(Model):
         return self.norm.add(hidden, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
+        logits: torch.Tensor = self.lm_head(hidden) if self.one_call is None else self.one_call.head(hidden)
         cap = self.config.final_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

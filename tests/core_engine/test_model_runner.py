@@ -97,7 +97,6 @@ def test_half_precision_is_close_to_float32(runner: ModelRunner, folder: Path) -
     assert half.kv_cache[0].key.dtype == torch.bfloat16
     exact = run(runner, ScheduledSequence(0, PROMPT, 0, [1, 2, 3], 10))
     rounded = run(half, ScheduledSequence(0, PROMPT, 0, [0], 10))
-    assert rounded.dtype == torch.bfloat16
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
