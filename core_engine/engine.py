@@ -320,12 +320,16 @@ def _scheduler_config(config: EngineConfig, capabilities: ExecutorCapabilities) 
     max_model_len = config.max_model_len or capabilities.max_model_len
     return SchedulerConfig(
         max_num_seqs=min(max_num_seqs, capabilities.max_num_seqs),
-        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=_batched_tokens(config, capabilities),
         max_model_len=min(max_model_len, capabilities.max_model_len),
         policy=config.scheduling_policy,
         partial_trim=capabilities.partial_trim,
         adapters_per_batch=capabilities.adapters_per_batch,
     )
+
+
+def _batched_tokens(config: EngineConfig, capabilities: ExecutorCapabilities) -> int:
+    return config.max_num_batched_tokens or capabilities.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 def _kv_manager(config: EngineConfig, capabilities: ExecutorCapabilities, model_version: str) -> KVManager:

@@ -8,7 +8,7 @@ same two calls and not other loops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,8 @@ class ExecutorCapabilities:
 
     ``num_blocks`` blocks of ``block_size`` slots hold KV. ``partial_trim`` says whether a sequence's tail can be
     forgotten without recomputing all of it. ``adapters_per_batch`` bounds how many different adapters share a step.
+    ``max_num_batched_tokens`` is the budget of a step unless the configuration sets one. ``generates`` and ``embeds``
+    say what can be asked for: text, and the vectors of an EmbeddingExecutor.
 
     ``kv_kind`` says who keeps the accounts: PAGED, where a block table says where each token's KV lies (BlockManager),
     or PER_SEQUENCE, where the executor finds it by seq_id (SlotManager); ``block_size`` is then 1, ``num_blocks`` the
@@ -42,6 +44,9 @@ class ExecutorCapabilities:
     max_num_seqs: int
     partial_trim: bool = True
     adapters_per_batch: int = 1
+    max_num_batched_tokens: int | None = None
+    generates: bool = True
+    embeds: bool = False
     kv_kind: str = PAGED
     max_residents: int = 0
     max_kept_tokens: int | None = None
@@ -87,6 +92,21 @@ class StepExecutor(Protocol):
     def close(self) -> None: ...
 
 
+class EmbeddingExecutor(StepExecutor, Protocol):
+    """A StepExecutor whose capabilities say that it ``embeds``."""
+
+    def embed(self, token_ids: Sequence[int]) -> list[float]:
+        """The vector of one input of 1 to ``max_model_len`` tokens; called between steps."""
+
+
+class OutOfSlotsError(Exception):
+    """Raised by ``forward``: these sequences have no KV memory, or have lost what was in it; compute the others."""
+
+    def __init__(self, seq_ids: Iterable[int]) -> None:
+        super().__init__("no room for some sequences")
+        self.seq_ids = frozenset(seq_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Completed:
     """A step whose result is already known."""
@@ -109,25 +129,48 @@ class ForwardExecutor(ABC):
 
     @abstractmethod
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Execute ``batch.cache_ops``, then the tokens; logits (batch.num_logits, vocab), any float dtype."""
+        """Execute ``batch.cache_ops``, then the tokens; logits (batch.num_logits, vocab), any float dtype.
+
+        May raise OutOfSlotsError once the operations are executed; it is then called again without those sequences.
+        """
 
     def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
         for op in batch.cache_ops:
             if type(op) is FreeSequence:
                 self.sampler.forget(op.seq_id)
-        logits = self.forward(batch)
+        results: dict[int, SequenceResult] = {}
+        while batch.sequences:
+            try:
+                logits = self.forward(batch)
+            except OutOfSlotsError as full:
+                refused = {
+                    s.seq_id: SequenceResult(out_of_slots=True) for s in batch.sequences if s.seq_id in full.seq_ids
+                }
+                batch, results = _without(batch, refused), results | refused
+                sampling = [row for row in sampling if row.seq_id not in refused]
+            else:
+                return Completed(StepResult(batch.step_id, results | self._sample(batch, logits, sampling)))
+        return Completed(StepResult(batch.step_id, results))
+
+    def _sample(
+        self, batch: ScheduledBatch, logits: torch.Tensor, sampling: Sequence[SamplingRow]
+    ) -> dict[int, SequenceResult]:
         if not sampling:
-            return Completed(StepResult(batch.step_id, {s.seq_id: SequenceResult() for s in batch.sequences}))
+            return {sequence.seq_id: SequenceResult() for sequence in batch.sequences}
         sampled = self.sampler.sample(logits, sampling)
         results: dict[int, SequenceResult] = {}
         row = 0
         for sequence in batch.sequences:
             results[sequence.seq_id] = _sequence_result(sequence, sampled, row)
             row += sequence.num_logits
-        return Completed(StepResult(batch.step_id, results))
+        return results
 
     def close(self) -> None:
         """Release what the executor holds. The default holds nothing."""
+
+
+def _without(batch: ScheduledBatch, refused: Container[int]) -> ScheduledBatch:
+    return ScheduledBatch(batch.step_id, [s for s in batch.sequences if s.seq_id not in refused])
 
 
 def _sequence_result(sequence: ScheduledSequence, sampled: SamplerOutput, row: int) -> SequenceResult:

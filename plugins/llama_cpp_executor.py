@@ -1,0 +1,286 @@
+"""llama.cpp as a StepExecutor: a step is one llama_batch, of prompts' chunks and decodes together.
+
+Knows which of the library's sequences stands for which of ours. Refuses to sample: logits go, where they lie, to the
+common Sampler, so that what a request may ask for is what it may ask of every backend. Runs in the engine's process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, ScheduledBatch, TrimSequence
+from suimon.core_engine.config import EngineConfig
+from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.executor import (
+    PER_SEQUENCE,
+    ExecutorCapabilities,
+    ForwardExecutor,
+    OutOfSlotsError,
+    Pending,
+    StepExecutor,
+)
+from suimon.core_engine.loader.end_tokens import config_end_tokens
+from suimon.core_engine.loader.gguf import GGUFHeader
+from suimon.core_engine.loader.gguf_config import translate_generation_config
+from suimon.core_engine.sampler import SamplingRow
+from suimon.plugins.llama_cpp_library import (
+    ABORTED,
+    DECODED,
+    MAX_SEQUENCES,
+    NO_ROOM,
+    ContextSizes,
+    Interrupt,
+    LlamaContext,
+    LlamaModel,
+    library_version,
+    load_library,
+)
+from suimon.plugins.llama_cpp_options import LlamaCppOptions, OptionError, read_options
+from suimon.plugins.llama_cpp_plan import (
+    LlamaCppPlan,
+    check_architecture,
+    checked_header,
+    find_file,
+    is_embedding_model,
+    make_plan,
+)
+
+
+def make_executor(config: EngineConfig, model_path: Path) -> StepExecutor:
+    """The executor of the GGUF file at ``model_path``: of text, or of embeddings if it is made for those.
+
+    Raises ModelLoadError for a file that cannot be served, InvalidRequestError for an option that cannot be met.
+    """
+    options = _options(config)
+    path = find_file(model_path)
+    header = checked_header(path)
+    embeds = is_embedding_model(header, options)
+    library = load_library()
+    layers = _gpu_layers(config, options, can_offload=bool(library.llama_supports_gpu_offload()))
+    plan = make_plan(config, options, header, on_gpu=layers != 0, embeds=embeds)
+    model = LlamaModel(library, path, options, layers)
+    check_architecture(header, has_encoder=model.has_encoder, has_decoder=model.has_decoder, embeds=embeds)
+    torch.set_num_threads(plan.num_threads)
+    kind = LlamaCppEmbedder if embeds else LlamaCppExecutor
+    return kind(model, plan, options, header)
+
+
+def _options(config: EngineConfig) -> LlamaCppOptions:
+    try:
+        return read_options(config.executor_options)
+    except OptionError as error:
+        raise InvalidRequestError(str(error), param=f"options.{error.option}") from error
+
+
+def _gpu_layers(config: EngineConfig, options: LlamaCppOptions, *, can_offload: bool) -> int:
+    if config.device.startswith("cuda") and not can_offload:
+        message = (
+            "device is 'cuda', but the installed llama-cpp-python computes on CPUs only: install a CUDA build of it"
+        )
+        raise InvalidRequestError(message, param="device")
+    if options.n_gpu_layers is not None:
+        return options.n_gpu_layers
+    return -1 if can_offload and config.device != "cpu" else 0
+
+
+class LlamaCppExecutor(ForwardExecutor):
+    """Runs ``model`` in a pool of ``plan.num_tokens`` tokens of KV."""
+
+    def __init__(self, model: LlamaModel, plan: LlamaCppPlan, options: LlamaCppOptions, header: GGUFHeader) -> None:
+        super().__init__()
+        self._model, self._plan = model, plan
+        # A copied sequence and the ended one whose seat it takes are there together for a moment.
+        num_sequences = _num_sequences(plan.max_num_seqs, model.can_trim)
+        sizes = ContextSizes(
+            num_tokens=plan.num_tokens,
+            num_sequences=num_sequences,
+            batch_tokens=plan.max_num_batched_tokens,
+            ubatch_tokens=plan.num_ubatch_tokens,
+            num_threads=plan.num_threads,
+            num_threads_batch=plan.num_threads_batch,
+        )
+        self._context = LlamaContext(model, sizes, options)
+        self._seats: dict[int, int] = {}  # our seq_id -> the library's
+        self._free_seats = list(range(num_sequences - 1, -1, -1))
+        self.capabilities_ = ExecutorCapabilities(
+            vocab_size=model.vocab_size,
+            max_model_len=plan.max_model_len,
+            num_blocks=min(plan.num_tokens, self._context.num_tokens),
+            block_size=1,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            partial_trim=model.can_trim,
+            kv_kind=PER_SEQUENCE,
+            max_residents=num_sequences - 1,
+            max_kept_tokens=plan.max_kept_tokens,
+        )
+        self.eos_token_ids = config_end_tokens(translate_generation_config(header))
+        self.plan = [f"llama.cpp through llama-cpp-python {library_version()}", *plan.describe()]
+        _end_early_on_signals(self._context.interrupt)
+        self._warm_up()
+
+    @property
+    def capabilities(self) -> ExecutorCapabilities:
+        return self.capabilities_
+
+    def forward(self, batch: ScheduledBatch) -> torch.Tensor:
+        """One llama_decode. The logits (batch.num_logits, vocab) lie in the library's memory until the next one.
+
+        Raises OutOfSlotsError, for those whose KV cannot be trimmed or, one at a time, the last for whom there is no
+        room; RuntimeError if the library fails.
+        """
+        lost = [op.seq_id for op in batch.cache_ops if not self._execute(op)]
+        if lost and any(s.seq_id in lost for s in batch.sequences):
+            raise OutOfSlotsError(lost)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        seats: list[int] = []
+        wanted: list[int] = []
+        for sequence in batch.sequences:
+            count = len(sequence.token_ids)
+            token_ids += sequence.token_ids
+            positions += range(sequence.start, sequence.start + count)
+            seats += [self._seat(sequence.seq_id)] * count
+            wanted += range(len(token_ids) - sequence.num_logits, len(token_ids))
+        self._decode(batch, token_ids, positions, seats, wanted)
+        return torch.from_numpy(self._context.logits(len(wanted)))
+
+    def _decode(
+        self, batch: ScheduledBatch, token_ids: list[int], positions: list[int], seats: list[int], wanted: list[int]
+    ) -> None:
+        code = self._context.decode(token_ids, positions, seats, wanted)
+        if code == NO_ROOM:
+            raise OutOfSlotsError([batch.sequences[-1].seq_id])
+        if code == ABORTED:
+            raise RuntimeError("the computation was interrupted")
+        if code != DECODED:
+            raise RuntimeError(f"llama_decode failed with code {code}; its log line says why")
+
+    def close(self) -> None:
+        """Free the library's memory."""
+        self._context.close()
+        self._model.close()
+
+    # --- the library's sequences ---
+
+    def _seat(self, seq_id: int) -> int:
+        if seq_id not in self._seats:
+            self._seats[seq_id] = self._free_seats.pop()
+        return self._seats[seq_id]
+
+    def _execute(self, operation: CacheOp) -> bool:
+        """False if the sequence's end cannot be forgotten: all of it then is, and has to be computed again."""
+        match operation:
+            case CopySequence(source, target, length):
+                self._context.copy(self._seats[source], self._seat(target), length)
+            case FreeSequence(seq_id) | TrimSequence(seq_id, 0):
+                self._leave(seq_id)
+            case TrimSequence(seq_id, length) if seq_id in self._seats:
+                if not self._context.trim(self._seats[seq_id], length):
+                    self._leave(seq_id)
+                    return False
+        return True
+
+    def _leave(self, seq_id: int) -> None:
+        seat = self._seats.pop(seq_id, None)
+        if seat is not None:
+            self._context.free(seat)
+            self._free_seats.append(seat)
+
+    def _warm_up(self) -> None:
+        """Put one token through the model: what is mapped or allocated at first use is, while loading."""
+        self._context.decode([0], [0], [0], [0])
+        self._context.clear()
+
+
+class LlamaCppEmbedder:
+    """Computes embeddings. A StepExecutor of whom nobody asks a step: it says that it ``generates`` nothing."""
+
+    def __init__(self, model: LlamaModel, plan: LlamaCppPlan, options: LlamaCppOptions, header: GGUFHeader) -> None:
+        self._model = model
+        sizes = ContextSizes(
+            num_tokens=plan.num_tokens,
+            num_sequences=1,
+            batch_tokens=plan.max_num_batched_tokens,
+            ubatch_tokens=plan.num_ubatch_tokens,
+            num_threads=plan.num_threads,
+            num_threads_batch=plan.num_threads_batch,
+        )
+        self._context = LlamaContext(model, sizes, options, embedding=True)
+        self.capabilities = ExecutorCapabilities(
+            vocab_size=model.vocab_size,
+            max_model_len=plan.max_model_len,
+            num_blocks=plan.num_tokens,
+            block_size=1,
+            max_num_seqs=1,
+            kv_kind=PER_SEQUENCE,
+            max_residents=1,
+            generates=False,
+            embeds=True,
+        )
+        self.eos_token_ids = config_end_tokens(translate_generation_config(header))
+        size, length = model.embedding_size, plan.max_model_len
+        self.plan = [
+            f"llama.cpp through llama-cpp-python {library_version()}",
+            f"embeddings of {size} numbers, from inputs of up to {length:,} tokens, {plan.num_threads} threads",
+        ]
+        _end_early_on_signals(self._context.interrupt)
+
+    def embed(self, token_ids: Sequence[int]) -> list[float]:
+        """The vector of one input, of length 1. Raises RuntimeError if the library fails."""
+        self._context.clear()
+        count = len(token_ids)
+        code = self._context.decode(token_ids, range(count), [0] * count, range(count))
+        if code != DECODED:
+            raise RuntimeError(f"llama_decode failed with code {code}; its log line says why")
+        vector = self._context.embedding(0).astype(np.float64)
+        norm = float(np.linalg.norm(vector))
+        return [float(value) for value in vector / norm] if norm > 0.0 else [0.0] * len(vector)
+
+    def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
+        """Never called: the engine refuses requests for text."""
+        raise RuntimeError("an embedding model computes no logits")
+
+    def close(self) -> None:
+        """Free the library's memory."""
+        self._context.close()
+        self._model.close()
+
+
+def _num_sequences(max_num_seqs: int, can_keep: bool) -> int:
+    wanted = 2 * max_num_seqs + 1 if can_keep else max_num_seqs + 1
+    if max_num_seqs + 1 > MAX_SEQUENCES:
+        message = f"max_num_seqs is {max_num_seqs}; llama.cpp has room for {MAX_SEQUENCES - 1}"
+        raise InvalidRequestError(message, param="max_num_seqs")
+    return min(wanted, MAX_SEQUENCES)
+
+
+def _end_early_on_signals(interrupt: Interrupt) -> None:
+    """A signal that the process handles in Python also ends the computation that keeps it from doing so.
+
+    Only where nobody else (an event loop) is told of signals in this way, and only on the main thread, which alone may
+    ask for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
+        return
+
+    def watch() -> None:
+        while os.read(reading, 64):
+            interrupt.set()
+
+    threading.Thread(target=watch, name="interrupt", daemon=True).start()
