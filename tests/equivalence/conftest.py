@@ -9,7 +9,8 @@ sums in another order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from suimon.core_engine.llm import LLM
 from suimon.core_engine.loader import open_checkpoint
 from suimon.core_engine.sampling_params import SamplingParams
+from suimon.kernels import cpu
 
 NUM_PROMPTS, NUM_TOKENS = 50, 64
 TIE = 1e-5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+REFERENCE = "PyTorch's operations"  # a variant: without the compiled kernels
 
 # One engine option changed at a time. The last makes dozens of sequences share 40 blocks, so some are preempted.
 PLAIN: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 8192, "num_blocks": 1024}
@@ -34,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "budget 64": {"max_num_batched_tokens": 64},
     "batch 1": {"max_num_seqs": 1},
     "preemption": {"num_blocks": 40, "max_model_len": 256},
+    REFERENCE: {},
 }
 
 # How many of the prompts a variant runs, where all of them would take minutes; SUIMON_FULL_EQUIVALENCE=1 runs them all.
@@ -62,6 +67,16 @@ def run(path: Path, prompts: Sequence[Tokens], **options: Any) -> tuple[list[lis
         return [list(result.completions[0].token_ids) for result in results], llm.engine.stats().preemptions
 
 
+@contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """The models that are loaded here compute with these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SUIMON_KERNELS", name)
+        cpu.is_available.cache_clear()
+        yield
+    cpu.is_available.cache_clear()
+
+
 class Subject:
     """A model, its reference, its prompts, and the answers of the plain engine."""
 
@@ -78,7 +93,8 @@ class Subject:
 
     def check_variant(self, name: str) -> None:
         count = FEW if name in self.few and not FULL else len(self.prompts)
-        answers, preemptions = run(self.path, self.prompts[:count], **VARIANTS[name])
+        with kernels("reference" if name == REFERENCE else "cpu"):
+            answers, preemptions = run(self.path, self.prompts[:count], **VARIANTS[name])
         assert (preemptions > 0) == (name == "preemption")
         for prompt, plain, answer in zip(self.prompts, self.answers, answers, strict=False):
             if answer != plain:

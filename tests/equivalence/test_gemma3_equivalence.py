@@ -12,7 +12,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def subject(gemma_gguf: Path, make_real_subject: Any) -> Any:
-    return make_real_subject(gemma_gguf, few={"no prefix cache", "budget 16", "budget 64", "batch 1"})
+    return make_real_subject(
+        gemma_gguf, few={"no prefix cache", "budget 16", "budget 64", "batch 1", "PyTorch's operations"}
+    )
 
 
 def test_it_answers_as_transformers(subject: Any) -> None:

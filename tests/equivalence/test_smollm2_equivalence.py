@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def subject(demo_gguf: Path, make_real_subject: Any) -> Any:
-    return make_real_subject(demo_gguf, few={"batch 1"})
+    return make_real_subject(demo_gguf, few={"batch 1", "PyTorch's operations"})
 
 
 def test_it_answers_as_transformers(subject: Any) -> None:
