@@ -14,7 +14,7 @@ import torch
 
 from suimon.kernels.cpu.build import library_path
 
-VERSION = 1
+VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -97,7 +97,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "suimon_sizes": (None, (POINTER(c_int64),)),
     "suimon_pool_new": (c_void_p, (c_int64,)),
     "suimon_pool_delete": (None, (c_void_p,)),
-    "suimon_pack": (None, (c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "suimon_pack": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
     "suimon_linear": (None, (c_void_p, POINTER(LinearStruct), c_int64, c_void_p, c_int64, c_void_p)),
     "suimon_attend": (
         None,

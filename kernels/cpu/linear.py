@@ -26,7 +26,12 @@ class PackedLinear:
         source = weight.detach().contiguous()
         self._library = library()
         self._library.suimon_pack(
-            DTYPES[self.dtype], source.data_ptr(), self.out_features, self.in_features, self.panels.data_ptr()
+            pool_of(torch.get_num_threads()).handle,
+            DTYPES[self.dtype],
+            source.data_ptr(),
+            self.out_features,
+            self.in_features,
+            self.panels.data_ptr(),
         )
         self.struct = LinearStruct(pointer(self.panels), pointer(self.bias), self.in_features, self.out_features)
 

@@ -6,7 +6,7 @@ using namespace suimon;
 extern "C" {
 
 // Changes whenever a signature or a struct here does.
-int64_t suimon_version() { return 1; }
+int64_t suimon_version() { return 2; }
 
 // Bytes of each struct, so that the two sides' idea of them can be compared.
 void suimon_sizes(int64_t* sizes) {
@@ -20,8 +20,8 @@ void* suimon_pool_new(int64_t threads) { return new Pool(int(threads)); }
 
 void suimon_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-void suimon_pack(int64_t dtype, const void* weight, int64_t out, int64_t in, void* packed) {
-  pack(Dtype(dtype), weight, out, in, packed);
+void suimon_pack(void* pool, int64_t dtype, const void* weight, int64_t out, int64_t in, void* packed) {
+  pack(*static_cast<Pool*>(pool), Dtype(dtype), weight, out, in, packed);
 }
 
 void suimon_linear(void* pool, const Linear* layer, int64_t dtype, const float* x, int64_t rows, float* y) {

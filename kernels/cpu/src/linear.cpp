@@ -118,20 +118,27 @@ void product(Pool& pool, const Linear& layer, const float* x, int64_t T, const O
 }
 
 template <class Weight>
-void pack_as(const Weight* weight, int64_t out, int64_t in, Weight* packed) {
-  for (int64_t row = 0; row < panels_of(out) * PANEL; ++row) {
-    Weight* to = packed + row / PANEL * PANEL * in + row % PANEL;
-    for (int64_t k = 0; k < in; ++k) to[k * PANEL] = row < out ? weight[row * in + k] : Weight{};
-  }
+void pack_panel(const Weight* rows, int64_t count, int64_t in, Weight* panel) {
+  for (int64_t k = 0; k < in; ++k)
+    for (int64_t row = 0; row < PANEL; ++row) panel[k * PANEL + row] = row < count ? rows[row * in + k] : Weight{};
+}
+
+template <class Weight>
+void pack_as(Pool& pool, const void* weight, int64_t out, int64_t in, void* packed) {
+  pool.run(panels_of(out), [&](int64_t panel, int) {
+    const int64_t row = panel * PANEL;
+    pack_panel(static_cast<const Weight*>(weight) + row * in, std::min(PANEL, out - row), in,
+               static_cast<Weight*>(packed) + row * in);
+  });
 }
 
 }  // namespace
 
-void pack(Dtype dtype, const void* weight, int64_t out, int64_t in, void* packed) {
+void pack(Pool& pool, Dtype dtype, const void* weight, int64_t out, int64_t in, void* packed) {
   if (dtype == Dtype::float32)
-    pack_as(static_cast<const float*>(weight), out, in, static_cast<float*>(packed));
+    pack_as<float>(pool, weight, out, in, packed);
   else
-    pack_as(static_cast<const bfloat16*>(weight), out, in, static_cast<bfloat16*>(packed));
+    pack_as<bfloat16>(pool, weight, out, in, packed);
 }
 
 void linear(Pool& pool, const Linear& layer, Dtype dtype, const float* x, int64_t T, float* y, int64_t stride, bool add) {

@@ -19,7 +19,7 @@ enum class Dtype : int64_t { float32 = 0, bfloat16 = 1 };
 inline int64_t panels_of(int64_t out) { return (out + PANEL - 1) / PANEL; }
 
 // Row-major `weight` (out, in) -> `packed` (panels, in, 16).
-void pack(Dtype dtype, const void* weight, int64_t out, int64_t in, void* packed);
+void pack(Pool& pool, Dtype dtype, const void* weight, int64_t out, int64_t in, void* packed);
 
 // Rows of y may lie `stride` floats apart. `add` adds to what y holds. Every sum runs over the columns in their order,
 // whatever T is and however many threads there are, so the result of a row depends on that row alone.
