@@ -81,10 +81,13 @@ def test_rows_of_a_packed_weight_are_the_weights() -> None:
 class Case:
     """Random sequences over scattered blocks with holes; every slot that nobody may read is NaN."""
 
-    heads, kv_heads, head_dim = 6, 2, 24
+    heads, kv_heads = 6, 2
 
-    def __init__(self, shares: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shares: list[tuple[int, int]], dtype: torch.dtype = torch.float32, *, head_dim: int = 24
+    ) -> None:
         """``shares``: (query length, context length) of each sequence."""
+        self.head_dim = head_dim
         needed = [-(-context // BLOCK_SIZE) for _, context in shares]
         total = 2 * sum(needed) + 3
         blocks = random.Random(len(shares)).sample(range(total), sum(needed))
@@ -155,6 +158,13 @@ def test_attention_is_float64s_but_for_rounding(window: int | None, cap: float |
         case.forget_before(window)
     found = case.attention(sliding_window=window, soft_cap=cap).double()
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [1, 32, 64, 80, 128, 256])
+def test_attention_over_heads_of_any_size(head_dim: int) -> None:
+    case = Case([(1, 70), (9, 9)], head_dim=head_dim)
+    torch.testing.assert_close(case.attention().double(), case.expected(), atol=5e-5, rtol=5e-5)
 
 
 @needs_compiler

@@ -28,19 +28,46 @@ struct Task {
   float* y;
 };
 
-inline float dot(const float* a, const float* b, int64_t size) {
-  vfloat total = {};
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) total += load(a + i) * load(b + i);
-  float result = sum(total);
-  for (; i < size; ++i) result += a[i] * b[i];
-  return result;
+// Head sizes of N vectors are kept in registers; N = 0 stands for any size.
+template <int N>
+void score_all(const float* query, const float* keys, int64_t first, int64_t end, int64_t size, float* scores) {
+  if constexpr (N > 0) {
+    vfloat q[N];
+    for (int n = 0; n < N; ++n) q[n] = load(query + n * LANES);
+    for (int64_t i = first; i < end; ++i) {
+      vfloat total = {};
+      for (int n = 0; n < N; ++n) total += q[n] * load(keys + i * N * LANES + n * LANES);
+      scores[i] = sum(total);
+    }
+  } else {
+    for (int64_t i = first; i < end; ++i) {
+      const float* key = keys + i * size;
+      vfloat total = {};
+      int64_t d = 0;
+      for (; d + LANES <= size; d += LANES) total += load(query + d) * load(key + d);
+      float result = sum(total);
+      for (; d < size; ++d) result += query[d] * key[d];
+      scores[i] = result;
+    }
+  }
 }
 
-inline void add_scaled(float* to, float factor, const float* from, int64_t size) {
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(to + i, load(to + i) + factor * load(from + i));
-  for (; i < size; ++i) to[i] += factor * from[i];
+template <int N>
+void add_all(const float* weights, const float* values, int64_t first, int64_t end, int64_t size, float* sums) {
+  if constexpr (N > 0) {
+    vfloat total[N];
+    for (int n = 0; n < N; ++n) total[n] = load(sums + n * LANES);
+    for (int64_t i = first; i < end; ++i)
+      for (int n = 0; n < N; ++n) total[n] += weights[i] * load(values + i * N * LANES + n * LANES);
+    for (int n = 0; n < N; ++n) store(sums + n * LANES, total[n]);
+  } else {
+    for (int64_t i = first; i < end; ++i) {
+      const float* value = values + i * size;
+      int64_t d = 0;
+      for (; d + LANES <= size; d += LANES) store(sums + d, load(sums + d) + weights[i] * load(value + d));
+      for (; d < size; ++d) sums[d] += weights[i] * value[d];
+    }
+  }
 }
 
 inline void scale_by(float* to, float factor, int64_t size) {
@@ -60,6 +87,7 @@ struct Row {
   float* values;
 };
 
+template <int N>
 void take_scores(Row& row, float* scores, int64_t first, int64_t end, const float* values, int64_t size) {
   float top = row.largest;
   for (int64_t i = first; i < end; ++i) top = std::max(top, scores[i]);
@@ -77,7 +105,7 @@ void take_scores(Row& row, float* scores, int64_t first, int64_t end, const floa
     sums += weights;
   }
   row.total += sum(sums);
-  for (int64_t i = first; i < end; ++i) add_scaled(row.values, scores[i], values + i * size, size);
+  add_all<N>(scores, values, first, end, size, row.values);
 }
 
 template <class Value>
@@ -93,8 +121,10 @@ void read_span(const Task& task, const Tile& tile, int64_t begin, int64_t end, f
   }
 }
 
+template <int N>
 void score(const Attention& shape, const float* query, const float* keys, int64_t first, int64_t end, float* scores) {
-  for (int64_t i = first; i < end; ++i) scores[i] = shape.scale * dot(query, keys + i * shape.head_dim, shape.head_dim);
+  score_all<N>(query, keys, first, end, shape.head_dim, scores);
+  for (int64_t i = first; i < end; ++i) scores[i] *= shape.scale;
   if (shape.soft_cap == 0) return;
   for (int64_t i = first; i < end; ++i) scores[i] = shape.soft_cap * std::tanh(scores[i] / shape.soft_cap);
 }
@@ -103,7 +133,7 @@ int64_t oldest_seen(const Attention& shape, int64_t position) {
   return shape.window && position + 1 > shape.window ? position + 1 - shape.window : 0;
 }
 
-template <class Value>
+template <int N, class Value>
 void attend_tile(const Task& task, const Tile& tile) {
   const Attention& shape = task.shape;
   const int64_t size = shape.head_dim, group = shape.heads / shape.kv_heads, rows = tile.num_rows * group;
@@ -128,8 +158,8 @@ void attend_tile(const Task& task, const Tile& tile) {
       const int64_t from = std::max(oldest, oldest_seen(shape, position)), to = std::min(end, position + 1);
       if (from >= to) continue;
       const float* query = task.query + (tile.first_row + token) * task.stride + (tile.kv_head * group + r % group) * size;
-      score(shape, query, keys, from - begin, to - begin, scores);
-      take_scores(state[size_t(r)], scores, from - begin, to - begin, values, size);
+      score<N>(shape, query, keys, from - begin, to - begin, scores);
+      take_scores<N>(state[size_t(r)], scores, from - begin, to - begin, values, size);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
@@ -152,13 +182,22 @@ std::vector<Tile> tiles_of(const Attention& shape, const Sequences& sequences) {
   return tiles;
 }
 
+template <class Value>
+auto attend_tile_of(int64_t head_dim) {
+  if (head_dim == 4 * LANES) return attend_tile<4, Value>;
+  if (head_dim == 8 * LANES) return attend_tile<8, Value>;
+  if (head_dim == 16 * LANES) return attend_tile<16, Value>;
+  return attend_tile<0, Value>;
+}
+
 }  // namespace
 
 void attend(Pool& pool, const Attention& shape, Dtype dtype, const float* query, int64_t stride, const void* key_cache,
             const void* value_cache, const Sequences& sequences, float* y) {
   const Task task{shape, query, stride, key_cache, value_cache, sequences, y};
   const std::vector<Tile> tiles = tiles_of(shape, sequences);
-  const auto attend_one = dtype == Dtype::float32 ? attend_tile<float> : attend_tile<bfloat16>;
+  const auto attend_one = dtype == Dtype::float32 ? attend_tile_of<float>(shape.head_dim)
+                                                   : attend_tile_of<bfloat16>(shape.head_dim);
   pool.run(int64_t(tiles.size()), [&](int64_t chunk, int) { attend_one(task, tiles[size_t(chunk)]); });
 }
 
