@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 
 
-def _load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"suimon_test_{name}", path)
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"suimon_test_{path.parent.name}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -23,4 +22,10 @@ def _load(name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def wire() -> ModuleType:
     """scripted_upstream.py: a server that does what a script says."""
-    return _load("scripted_upstream")
+    return _load(Path(__file__).with_name("scripted_upstream.py"))
+
+
+@pytest.fixture(scope="session")
+def gateway_tests() -> ModuleType:
+    """The gateway tests' helpers: a scripted backend, and a real server in front of any backend."""
+    return _load(Path(__file__).parent.parent / "gateway" / "conftest.py")
