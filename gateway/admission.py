@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.request_queue import Policy, RequestQueue
-from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, GenerateRequest, Overloaded
+from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, EmbedRequest, GenerateRequest, Overloaded
 
 
 class _Ticket:
@@ -22,7 +22,7 @@ class _Ticket:
 
     __slots__ = ("admitted", "arrival", "priority")
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
         self.arrival = request.arrival
         self.priority = request.priority
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,7 +49,7 @@ class Admission:
         return len(self._queue)
 
     @asynccontextmanager
-    async def admit(self, request: GenerateRequest) -> AsyncIterator[None]:
+    async def admit(self, request: GenerateRequest | EmbedRequest) -> AsyncIterator[None]:
         """Enter the backend when it is this request's turn; leave it with the context.
 
         Raises Overloaded at once when too many wait, and DeadlineExceeded when the request's deadline comes first.
@@ -62,7 +62,7 @@ class Admission:
             if not self._unlimited:
                 self._leave()
 
-    async def _enter(self, request: GenerateRequest) -> None:
+    async def _enter(self, request: GenerateRequest | EmbedRequest) -> None:
         if self.running < self._capacity:
             self.running += 1
             return

@@ -25,6 +25,7 @@ logged with your plugin's name.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -123,6 +124,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt if isinstance(self.prompt, str) else ""
 
 
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request for the vectors of one or several inputs, in the form that every backend sees."""
+
+    request_id: str
+    model: str  # the name the client used
+    inputs: tuple[str | tuple[int, ...], ...]  # each is text or token ids; none is empty
+    dimensions: int | None = None  # length of the vectors wanted, where the model lets it be chosen
+    tenant: str = ""  # this and all below as in GenerateRequest
+    priority: int = 0
+    weight: float = 1.0
+    arrival: float = 0.0
+    deadline: float | None = None
+    trace_context: dict[str, str] = {}
+
+
 # --- What an answer is ------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +180,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None  # one of FINISH_REASONS
     stop_reason: str | int | None = None  # the stop string or token id that was hit; None for the model's own end
     usage: Usage | None = None
+
+
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """``vectors[i]`` is that of ``inputs[i]``: floats, all of one length. ``usage`` counts the inputs' tokens.
+
+    Any sequence of floats will do; ``array.array("f")`` keeps one in four bytes a number.
+    """
+
+    vectors: tuple[Sequence[float], ...]
+    usage: Usage = Usage()
 
 
 # --- What can go wrong ------------------------------------------------------------------------------------------------
@@ -214,9 +240,24 @@ class Overloaded(BackendError):  # noqa: N818
 
 
 class BackendUnavailable(BackendError):  # noqa: N818
-    """The backend is loading, restarting, draining or not installed; the message says what would help."""
+    """The backend is loading, restarting, draining or not installed.
+
+    ``install_hint`` is the command that installs what is missing; it is added to the message.
+    """
 
     status, type, code = 503, "server_error", "backend_unavailable"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        install_hint: str | None = None,
+    ) -> None:
+        remedy = f"; install it with: {install_hint}" if install_hint else ""
+        super().__init__(message + remedy, param=param, retry_after=retry_after)
+        self.install_hint = install_hint
 
 
 class DeadlineExceeded(BackendError):  # noqa: N818
@@ -262,14 +303,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend honours, so that a request for anything else is refused by name instead of quietly ignored."""
+    """What a backend honours, so that a request for anything else is refused by name instead of quietly ignored.
+
+    ``unsupported`` names the fields of SamplingParams that it cannot honour, beyond ``logprobs`` and ``seed``.
+    """
 
     chat: bool = True
     completions: bool = True
+    embeddings: bool = False
     token_prompts: bool = False
     logprobs: bool = False
     seed: bool = False
     tokenize: bool = False
+    unsupported: frozenset[str] = frozenset()
     max_model_len: int | None = None
     own_queue: bool = False  # queues, and raises Overloaded, by itself: the gateway puts no queue in front of it
     max_concurrency: int = 64  # without own_queue: requests it is given at once; the rest wait in the gateway
@@ -295,6 +341,10 @@ class Backend(ABC):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the answer (write it as ``async def`` with ``yield``). Closed early when the client leaves."""
 
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """The vectors of the request's inputs, in their order. Cancelled when the client leaves."""
+        raise InvalidRequest(f"the backend of model {self.model_id!r} does not make embeddings", param="model")
+
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of the request's prompt or rendered messages."""
         raise InvalidRequest(f"the backend of model {self.model_id!r} does not expose its tokenizer")
@@ -307,9 +357,36 @@ class Backend(ABC):
         """How busy it is now."""
         return Load()
 
+    def prefix_key(self, request: GenerateRequest) -> str | None:
+        """What routing by prefix goes by: requests with the same key had better meet in the same replica's cache.
+
+        None: any replica will do. The default is ``conversation_key``; override it where the cache goes by another.
+        """
+        return conversation_key(request)
+
     def describe(self) -> Sequence[str]:
         """Lines for the operator, asked for once it has started: what it chose where it was left the choice."""
         return ()
+
+
+PREFIX_CHARACTERS, PREFIX_TOKENS = 1024, 256  # of a prompt that is no chat: what two prompts must share
+
+
+def conversation_key(request: GenerateRequest) -> str:
+    """A digest of how the request begins: a chat up to its first user message, the head of any other prompt.
+
+    So the turns of one conversation have one key, and two conversations under the same instructions have two.
+    """
+    if request.messages is not None:
+        roles = [message.role for message in request.messages]
+        until = roles.index("user") + 1 if "user" in roles else len(roles)
+        begin: Any = [(message.role, message.text) for message in request.messages[:until]]
+    elif isinstance(request.prompt, str):
+        begin = request.prompt[:PREFIX_CHARACTERS]
+    else:
+        begin = (request.prompt or ())[:PREFIX_TOKENS]
+    encoded = msgspec.json.encode((request.cache_salt, request.adapter, begin))
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterator[Delta]:
@@ -368,7 +445,7 @@ class Hooks:
         """Call ``register(backend)`` for each model this plugin serves under ``settings``. At start-up, once."""
 
     @hookspec(firstresult=True)
-    def route_request(self, request: GenerateRequest, backends: Mapping[str, Backend]) -> Backend | None:
+    def route_request(self, request: GenerateRequest | EmbedRequest, backends: Mapping[str, Backend]) -> Backend | None:
         """Choose the backend for a request, or None to leave it to the next plugin. ``backends`` is by model name."""
 
     @hookspec(firstresult=True)
@@ -376,11 +453,13 @@ class Hooks:
         """The tenant that these lower-cased HTTP headers prove, or None to leave it to the API keys."""
 
     @hookspec
-    def request_started(self, request: GenerateRequest) -> None:
+    def request_started(self, request: GenerateRequest | EmbedRequest) -> None:
         """A request was accepted and routed. Must return quickly."""
 
     @hookspec
-    def request_finished(self, request: GenerateRequest, usage: Usage | None, error: BaseException | None) -> None:
+    def request_finished(
+        self, request: GenerateRequest | EmbedRequest, usage: Usage | None, error: BaseException | None
+    ) -> None:
         """A request ended: ``error`` is what ended it early (asyncio.CancelledError when the client left)."""
 
     @hookspec

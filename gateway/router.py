@@ -18,11 +18,14 @@ from suimon.gateway.config import ConfigError
 from suimon.gateway.hookspecs import (
     Backend,
     BackendUnavailable,
+    Capabilities,
+    EmbedRequest,
     GenerateRequest,
     Health,
     InvalidRequest,
     Load,
     ModelNotFound,
+    SamplingParams,
 )
 from suimon.gateway.plugin_manager import PluginManager
 
@@ -33,6 +36,7 @@ log = logging.getLogger("suimon.gateway")
 
 HEALTH_TIMEOUT = 1.0  # seconds; a backend is to answer from memory
 LOADING_RETRY_AFTER = 5.0  # seconds
+_DEFAULT_SAMPLING = SamplingParams()
 STOP_TIMEOUT = 6.0  # seconds that a backend may take to release everything
 
 
@@ -82,7 +86,7 @@ class Served:
             return load
         return msgspec.structs.replace(load, running=self.admission.running, waiting=self.admission.waiting)
 
-    def check(self, request: GenerateRequest) -> None:
+    def check(self, request: GenerateRequest | EmbedRequest) -> None:
         """Raise unless the backend is there and honours what the request asks for."""
         if not self.started:
             what = "is loading" if self.failure is None else "could not be loaded"
@@ -93,9 +97,12 @@ class Served:
             )
 
 
-def _unsupported(backend: Backend, request: GenerateRequest) -> Iterator[tuple[str, str]]:
+def _unsupported(backend: Backend, request: GenerateRequest | EmbedRequest) -> Iterator[tuple[str, str]]:
     """(field, what) for everything that the request needs and the backend lacks."""
     can = backend.capabilities
+    if isinstance(request, EmbedRequest):
+        yield from _unsupported_inputs(can, request)
+        return
     if request.messages is not None and not can.chat:
         yield "messages", "chats"
     if request.prompt is not None and not can.completions:
@@ -106,6 +113,16 @@ def _unsupported(backend: Backend, request: GenerateRequest) -> Iterator[tuple[s
         yield "logprobs", "log-probabilities"
     if request.sampling.seed is not None and not can.seed:
         yield "seed", "seeds"
+    for field in sorted(can.unsupported):
+        if getattr(request.sampling, field) != getattr(_DEFAULT_SAMPLING, field):
+            yield field, f"{field} other than {getattr(_DEFAULT_SAMPLING, field)}"
+
+
+def _unsupported_inputs(can: Capabilities, request: EmbedRequest) -> Iterator[tuple[str, str]]:
+    if not can.embeddings:
+        yield "model", "embeddings"
+    elif not can.token_prompts and any(isinstance(each, tuple) for each in request.inputs):
+        yield "input", "token ids"
 
 
 class Router:
@@ -160,7 +177,7 @@ class Router:
         said = f"The model {model[:200]!r} does not exist" if model else "No model was named"
         raise ModelNotFound(f"{said}; served here: {known}.", param="model")
 
-    def route(self, request: GenerateRequest) -> Served:
+    def route(self, request: GenerateRequest | EmbedRequest) -> Served:
         """The backend for a request, checked to honour it. Raises BackendErrors."""
         chosen: Backend | None = self._plugins.hook.route_request(request=request, backends=self.backends)
         served = self.find(request.model) if chosen is None else self._of(chosen)
