@@ -171,11 +171,12 @@ class WireUsage(msgspec.Struct, frozen=True):
 
 
 class WireChunk(msgspec.Struct, frozen=True):
-    """One event, or one answer's error."""
+    """One event, or one answer's error; ``error_type`` is Text Generation Inference's."""
 
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
     error: Any = None
+    error_type: str | None = None
 
 
 _decode = msgspec.json.Decoder(WireChunk).decode
@@ -204,7 +205,7 @@ class AnswerReader:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise self._wrong("sent an event that is not OpenAI's") from None
         if chunk.error is not None:
-            raise self._errors.event(chunk.error, begun=self._begun)
+            raise self._errors.event({"error": chunk.error, "error_type": chunk.error_type}, begun=self._begun)
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
         for choice in chunk.choices or ():

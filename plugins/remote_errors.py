@@ -179,6 +179,7 @@ _MAKERS: Mapping[int, Callable[[Translator, Said, float | None], UpstreamError]]
     404: _not_found,
     405: _not_found,
     408: _too_slow,
+    424: _failed,  # Text Generation Inference's word for a failed generation
     425: _unready,
     429: _overloaded,
     502: _unready,

@@ -177,6 +177,8 @@ class RemoteClient:
         return headers
 
     def _verification(self) -> ssl.SSLContext | bool:
+        if self.root.startswith("http:") and not self.options.trust_env:
+            return False  # no connection of this client has certificates, and reading the system's takes a while
         if not self.options.ca_file:
             return True
         try:

@@ -1,0 +1,1 @@
+"""Text Generation Inference (TGI) servers as backends of Suimon."""

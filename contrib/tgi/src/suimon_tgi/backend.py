@@ -1,0 +1,156 @@
+"""A Text Generation Inference (TGI) server as a backend: every configured model whose ``backend`` is ``tgi``.
+
+Completions go to TGI's own ``/generate_stream``. Chats go to its ``/v1/chat/completions``: the text that
+``/chat_tokenize`` renders cannot be generated from by itself, since ``/generate_stream`` would put a second
+beginning-of-sequence token in front of the one that the template wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from suimon.gateway.hookspecs import (
+    Backend,
+    BackendCrashed,
+    Capabilities,
+    Delta,
+    GenerateRequest,
+    Health,
+    InvalidRequest,
+    Usage,
+    hookimpl,
+)
+from suimon.plugins.openai_servers import Server
+from suimon.plugins.openai_wire import DONE, AnswerReader, request_body
+from suimon.plugins.remote_backend import LOOK_TIMEOUT, RemoteBackend
+from suimon.plugins.remote_options import RemoteOptions, read_options
+from suimon.plugins.remote_streams import EventReader
+from suimon_tgi.native import NativeReader, body_of, check
+from suimon_tgi.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from suimon.gateway.hookspecs import ModelSettings, Settings
+
+CHATS = Server("tgi")  # of OpenAI's parameters, what ``check`` lets through
+
+
+class _Info(msgspec.Struct, frozen=True):
+    max_total_tokens: int | None = None
+
+
+class TGIBackend(RemoteBackend):
+    """Asks one TGI server, which serves one model."""
+
+    def __init__(self, model: ModelSettings, options: RemoteOptions, **how: Any) -> None:
+        super().__init__(model, options, **how)
+        self._knows_limit = False
+        self._settle(None)
+
+    def _settle(self, max_model_len: int | None) -> None:
+        self.capabilities = Capabilities(
+            logprobs=True,
+            seed=True,
+            tokenize=True,
+            max_model_len=max_model_len,
+            max_concurrency=self.options.max_concurrency,
+        )
+
+    async def look(self) -> Health:
+        """The server's own health, and once what it says of its limits."""
+        if not self._knows_limit:
+            status, body = await self.client.look("/info", LOOK_TIMEOUT)
+            if status == 200:
+                try:
+                    self._settle(msgspec.json.decode(body, type=_Info).max_total_tokens)
+                    self._knows_limit = True
+                except msgspec.DecodeError:
+                    pass
+        return await super().look()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Yield the answer as it comes, cut at the first stop string."""
+        check(request)
+        sampling = request.sampling
+        stops = StopStrings(sampling.stop, keep=sampling.include_stop_str_in_output)
+        tokens = 0
+        async with aclosing(self._answer(request)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    yield _ending(delta, stops)
+                    return
+                if stops.hit is not None:  # the server sees a stop string only where a token ends
+                    usage = await self._usage(request, tokens)
+                    yield _ending(Delta(finish_reason="stop", usage=usage), stops)
+                    return
+                tokens += 1  # TGI sends a token an event
+                yield msgspec.structs.replace(delta, text=stops.feed(delta.text))
+
+    async def _answer(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """What the server sends, whichever endpoint it comes from. Raises BackendErrors."""
+        path, body, reader = self._call(request)
+        async with self.exchange(request, path, body) as reply, aclosing(reply.items(EventReader())) as events:
+            try:
+                async for data in events:
+                    if data == DONE:
+                        break
+                    for delta in reader.read(data):
+                        yield delta
+            except BackendCrashed:
+                if not reader.is_complete:
+                    raise
+            if isinstance(reader, AnswerReader):
+                yield reader.end()
+            elif not reader.is_complete:
+                raise reply.failed("ended its answer before it was finished")
+            await reply.release()
+
+    def _call(self, request: GenerateRequest) -> tuple[str, dict[str, Any], AnswerReader | NativeReader]:
+        if request.messages is None:
+            return "/generate_stream", body_of(request), NativeReader(request, self.client.errors)
+        plain = msgspec.structs.replace(request.sampling, include_stop_str_in_output=False)
+        wanted = msgspec.structs.replace(request, sampling=plain)
+        path, body = request_body(wanted, self.upstream_model, CHATS)
+        if body["top_p"] == 1:
+            del body["top_p"]  # refused, though it means off
+        return path, body, AnswerReader(wanted, self.client.errors)
+
+    async def _usage(self, request: GenerateRequest, completion_tokens: int) -> Usage:
+        """The counts of an answer that we cut: nobody told them."""
+        prompt = await self.tokenize(request)
+        return Usage(prompt_tokens=len(prompt), completion_tokens=completion_tokens)
+
+    async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
+        """By ``/tokenize`` or ``/chat_tokenize``."""
+        if request.messages is None and not add_special_tokens:
+            message = "add_special_tokens: Text Generation Inference always adds them"
+            raise InvalidRequest(message, param="add_special_tokens")
+        if request.messages is None:
+            found = await self.client.ask("POST", "/tokenize", {"inputs": request.prompt})
+        else:
+            messages = [msgspec.to_builtins(message) for message in request.messages]
+            body = {"model": self.upstream_model, "messages": messages}
+            found = await self.client.ask("POST", "/chat_tokenize", body)
+        try:
+            tokens = found if request.messages is None else found["tokenize_response"]
+            return [int(token["id"]) for token in tokens]
+        except (KeyError, TypeError, ValueError):
+            raise self.client.errors.malformed("answered without tokens") from None
+
+
+def _ending(delta: Delta, stops: StopStrings) -> Delta:
+    """The last Delta: with what was held back, or with the stop string that was hit."""
+    if stops.hit is not None:
+        return msgspec.structs.replace(delta, finish_reason="stop", stop_reason=stops.hit)
+    return msgspec.structs.replace(delta, text=delta.text + stops.rest(), stop_reason=None)
+
+
+@hookimpl
+def register_backends(register: Callable[[Backend], None], settings: Settings) -> None:
+    """One backend for each configured model that names this plugin."""
+    for model in settings.models:
+        if model.backend == "tgi":
+            register(TGIBackend(model, read_options(model, RemoteOptions)))
