@@ -84,11 +84,15 @@ def said(found: Any) -> Said:
 
 
 class Translator:
-    """Makes our errors of one server's. ``model`` is the name clients use; ``secrets`` never appear in a message."""
+    """Makes our errors of one server's. ``model`` is the name clients use; ``secrets`` never appear in a message.
+
+    ``aliases``: statuses by which this server means another one.
+    """
 
     def __init__(self, model: str, secrets: tuple[Secret, ...] = ()) -> None:
         self._model = model
         self._secrets = tuple(secret.reveal() for secret in secrets if secret)
+        self.aliases: dict[int, int] = {}
 
     @property
     def server(self) -> str:
@@ -127,6 +131,7 @@ class Translator:
         return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
 
     def _by_status(self, status: int, found: Said, wait: float | None) -> UpstreamError:
+        status = self.aliases.get(status, status)
         if 300 <= status < 400:
             return self.unavailable("answered with a redirect, which is not followed: correct base_url")
         if status < 300:

@@ -1,0 +1,1 @@
+"""Ollama servers as backends of Suimon."""
