@@ -115,7 +115,7 @@ def _unsupported(backend: Backend, request: GenerateRequest | EmbedRequest) -> I
         yield "seed", "seeds"
     for field in sorted(can.unsupported):
         if getattr(request.sampling, field) != getattr(_DEFAULT_SAMPLING, field):
-            yield field, f"{field} other than {getattr(_DEFAULT_SAMPLING, field)}"
+            yield field, field
 
 
 def _unsupported_inputs(can: Capabilities, request: EmbedRequest) -> Iterator[tuple[str, str]]:

@@ -75,8 +75,7 @@ class Server:
         self._hurry = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._status = 0
-        layered = AccessLayer(app, drain, telemetry)
-        self._uvicorn = _Uvicorn(_uvicorn_config(layered, settings))
+        self._uvicorn = http_server(app, settings, drain, telemetry)
 
     async def run(self, loaded: Callable[[], Awaitable[None]]) -> int:
         """Serve until a signal, and return the exit status.
@@ -150,7 +149,12 @@ class Server:
         yield
 
 
-class _Uvicorn(uvicorn.Server):
+def http_server(app: Any, settings: Settings, drain: Drain, telemetry: Telemetry) -> HttpServer:
+    """What answers on the socket: uvicorn with our limits, and the layer that every request passes."""
+    return HttpServer(_uvicorn_config(AccessLayer(app, drain, telemetry), settings))
+
+
+class HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handling, which would re-raise the signal after the end."""
 
     def __init__(self, config: uvicorn.Config) -> None:

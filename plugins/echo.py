@@ -22,7 +22,7 @@ _WORDS = re.compile(r"\S+\s*|\s+")
 class EchoBackend(Backend):
     """A word, with the white space after it, is a token; ``max_tokens`` and ``n`` are honoured."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(unsupported=frozenset({"stop", "stop_token_ids", "min_tokens", "logit_bias"}))
 
     def __init__(self, model_id: str = "echo", *, delay: float = 0.0) -> None:
         self.model_id = model_id
