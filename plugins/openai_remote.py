@@ -7,6 +7,7 @@ parameters each kind of server takes is in ``openai_servers``.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -18,13 +19,17 @@ from suimon.gateway.hookspecs import (
     BackendCrashed,
     Capabilities,
     Delta,
+    Embeddings,
+    EmbedRequest,
     GenerateRequest,
     Health,
     InvalidRequest,
+    SamplingParams,
+    Usage,
     hookimpl,
 )
-from suimon.plugins.openai_servers import SERVERS, Server, Tokenizer, recognise
-from suimon.plugins.openai_wire import DONE, AnswerReader, request_body
+from suimon.plugins.openai_servers import COMMON, SERVERS, Server, Tokenizer, recognise
+from suimon.plugins.openai_wire import DONE, AnswerReader, WireUsage, request_body
 from suimon.plugins.remote_backend import LOOK_TIMEOUT, RemoteBackend
 from suimon.plugins.remote_options import RemoteOptions, read_options
 from suimon.plugins.remote_streams import EventReader
@@ -33,16 +38,22 @@ if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings, Settings
 
 T = TypeVar("T")
+_CLAIMS = ("chat", "completions", "token_prompts", "tokenize", "logprobs", "seed")
+_PARAMETERS = frozenset(SamplingParams.__struct_fields__) - set(_CLAIMS)
 
 
 class OpenAIOptions(RemoteOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a model. ``kind``: which server it is; ``auto`` asks it.
 
     ``max_tokens_field``: what the server calls the limit in chats (OpenAI's own newer models know only the new name).
+    ``unsupported``: what this server refuses though its kind takes it, so that requests are refused here, by name.
+    ``embeddings``: the model makes vectors.
     """
 
     kind: Literal["auto", "openai", "vllm", "sglang", "trtllm", "llama_cpp", "lmdeploy", "suimon"] = "auto"
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    unsupported: tuple[str, ...] = ()
+    embeddings: bool = False
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -51,6 +62,11 @@ class ListedModel(msgspec.Struct, frozen=True):
     id: str = ""
     owned_by: str = ""
     max_model_len: int | None = None
+
+
+class _Vector(msgspec.Struct, frozen=True):
+    embedding: list[float]
+    index: int = 0
 
 
 class _ModelList(msgspec.Struct, frozen=True):
@@ -94,11 +110,15 @@ class OpenAIRemote(RemoteBackend):
 
     def _settle(self) -> None:
         """State what this server honours."""
+        off = set(self.options.unsupported)
+        claims = {name: name not in off for name in _CLAIMS}
+        claims["token_prompts"] &= self.server.token_prompts
+        claims["tokenize"] &= self.server.tokenizer is not None
         self.capabilities = Capabilities(
-            token_prompts=self.server.token_prompts,
-            logprobs=True,
-            seed=True,
-            tokenize=self.server.tokenizer is not None,
+            **claims,
+            embeddings=self.options.embeddings,
+            unsupported=frozenset(_PARAMETERS - set(COMMON) - {n for n, to in self.server.takes.items() if to} | off)
+            - set(_CLAIMS),
             max_model_len=self._listed.max_model_len if self._listed is not None else None,
             max_concurrency=self.options.max_concurrency,
         )
@@ -135,6 +155,21 @@ class OpenAIRemote(RemoteBackend):
                     raise
             yield answer.end()
             await reply.release()
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """By /v1/embeddings. Raises InvalidRequest where the model was not configured to make them."""
+        if not self.options.embeddings:
+            return await super().embed(request)
+        body: dict[str, Any] = {"model": self.upstream_model, "input": list(request.inputs), "encoding_format": "float"}
+        if request.dimensions is not None:
+            body["dimensions"] = request.dimensions
+        answer = await self.client.ask("POST", "/v1/embeddings", body)
+        found = sorted(self._field(answer, "data", list[_Vector]), key=lambda vector: vector.index)
+        lengths = {len(vector.embedding) for vector in found}
+        if [vector.index for vector in found] != list(range(len(request.inputs))) or len(lengths) != 1:
+            raise self.client.errors.malformed("sent other vectors than one for each input")
+        usage = Usage(prompt_tokens=self._field(answer, "usage", WireUsage).prompt_tokens)
+        return Embeddings(vectors=tuple(array("f", vector.embedding) for vector in found), usage=usage)
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         """By the server's own endpoint."""
@@ -184,4 +219,16 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     """One backend for each configured model that names this plugin."""
     for model in settings.models:
         if model.backend == "openai_remote":
-            register(OpenAIRemote(model, read_options(model, OpenAIOptions)))
+            register(OpenAIRemote(model, _options(model)))
+
+
+def _options(model: ModelSettings) -> OpenAIOptions:
+    options = read_options(model, OpenAIOptions)
+    known = {*_CLAIMS, *_PARAMETERS}
+    for name in options.unsupported:
+        if name not in known:
+            words = f"options.unsupported: {name!r} is none of {', '.join(sorted(known))}"
+            raise InvalidRequest(
+                f"model {model.served_model_name or model.model!r}: {words}", param="options.unsupported"
+            )
+    return options

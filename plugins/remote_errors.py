@@ -141,7 +141,8 @@ class Translator:
 
 def _invalid(to: Translator, found: Said, wait: float | None) -> UpstreamError:
     words = to.clean(found.message) or "no reason given"
-    kind = ContextTooLong if {found.code, found.type} & _TOO_LONG else InvalidRequest
+    is_too_long = {found.code, found.type} & _TOO_LONG or any(phrase in found.message for phrase in _TOO_LONG_PHRASES)
+    kind = ContextTooLong if is_too_long else InvalidRequest
     return UpstreamError(kind(f"refused by {to.server}: {words}", param=found.param))
 
 
@@ -192,6 +193,14 @@ _MAKERS: Mapping[int, Callable[[Translator, Said, float | None], UpstreamError]]
     504: _late,
 }
 _TOO_LONG = {"context_length_exceeded", "exceed_context_size_error"}  # OpenAI's code, llama-server's type
+# What those say who have no word for it: vLLM and trtllm-serve, SGLang, Ollama, Text Generation Inference (twice).
+_TOO_LONG_PHRASES = (
+    "maximum context length",
+    "longer than the model's context length",
+    "exceeds the context length",
+    "`inputs` tokens + `max_new_tokens` must be",
+    "`inputs` must have less than",
+)
 # Error events have no status of their own: the word in their `code` or `type` stands for one.
 _STATUS_OF = {
     "invalid_request_error": 400,

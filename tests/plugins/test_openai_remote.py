@@ -18,6 +18,7 @@ from suimon.gateway.hookspecs import (
     BackendUnavailable,
     Capabilities,
     Delta,
+    EmbedRequest,
     GenerateRequest,
     Health,
     InvalidRequest,
@@ -29,6 +30,8 @@ from suimon.gateway.hookspecs import (
     TokenLogprobs,
     Usage,
 )
+from suimon.gateway.loopback import LoopbackServer
+from suimon.gateway.testing import BackendContract
 from suimon.plugins import openai_remote, upstream_span
 from suimon.plugins.echo import EchoBackend
 from suimon.plugins.openai_remote import OpenAIOptions, OpenAIRemote
@@ -408,7 +411,9 @@ def test_a_server_is_recognised_by_its_list_of_models(wire, kind) -> None:
 def test_an_unknown_server_is_taken_for_plain_openai(wire) -> None:
     backend, paths = looked_at(wire, listing("acme"))
     assert backend.server.name == "openai" and paths == ["/v1/models", "/v1/models"]
-    assert backend.capabilities == Capabilities(logprobs=True, seed=True, max_concurrency=64)
+    beyond = {*("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")}
+    beyond |= {"include_stop_str_in_output", "skip_special_tokens"}
+    assert backend.capabilities == Capabilities(logprobs=True, seed=True, unsupported=frozenset(beyond))
     assert any("cache_salt" in line for line in backend.describe())
 
 
@@ -699,6 +704,64 @@ def test_one_trace_from_the_front_to_the_server_behind(serve, gateway_tests, mon
     ]
 
 
+class TestContract(BackendContract):
+    """Against our own gateway serving echo, which honours less than a Suimon in general."""
+
+    @pytest.fixture(scope="class")
+    def make_backend(self) -> Iterator[Callable[[], OpenAIRemote]]:
+        can = EchoBackend.capabilities
+        claims = ("token_prompts", "tokenize", "logprobs", "seed")
+        off = [*can.unsupported, *(name for name in claims if not getattr(can, name))]
+        with LoopbackServer(EchoBackend()) as behind:
+            yield lambda: remote(behind.url, unsupported=off)
+
+
+# --- Vectors (B79) ----------------------------------------------------------------------------------------------------
+
+
+def vectors(*data: Any, **usage: int) -> Any:
+    async def script(exchange: Any) -> None:
+        listed = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in data]
+        await exchange.whole(200, {"object": "list", "data": listed, "usage": usage})
+
+    return script
+
+
+def embed(wire: ModuleType, script: Any, **fields: Any) -> Any:
+    async def both() -> Any:
+        async with wire.Upstream(script) as upstream:
+            backend = remote(upstream.url, kind="vllm", embeddings=True)
+            backend.client.open()
+            try:
+                wanted = EmbedRequest(request_id="r", model="m", inputs=("a", (1, 2)), **fields)
+                return await backend.embed(wanted), upstream.requests[0]
+            finally:
+                await backend.stop()
+
+    return asyncio.run(both())
+
+
+def test_vectors_are_put_in_the_order_of_their_inputs(wire) -> None:
+    found, asked = embed(wire, vectors((1, [0.5, 1.0]), (0, [0.25, -2.0]), prompt_tokens=5), dimensions=2)
+    assert [list(vector) for vector in found.vectors] == [[0.25, -2.0], [0.5, 1.0]]
+    assert found.usage == Usage(prompt_tokens=5)
+    assert asked.path == "/v1/embeddings"
+    assert asked.body == {"model": "echo", "input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 2}
+
+
+@pytest.mark.parametrize(
+    "data", [[], [(0, [1.0])], [(0, [1.0]), (0, [1.0])], [(0, [1.0]), (1, [1.0, 2.0])], [(0, [[1.0]]), (1, [[1.0]])]]
+)
+def test_other_vectors_than_one_for_each_input_are_an_error(wire, data) -> None:
+    with pytest.raises(BackendCrashed):
+        embed(wire, vectors(*data, prompt_tokens=5))
+
+
+def test_vectors_are_refused_where_the_model_makes_none() -> None:
+    with pytest.raises(InvalidRequest, match="embeddings"):
+        asyncio.run(remote("http://127.0.0.1:1").embed(EmbedRequest(request_id="r", model="m", inputs=("a",))))
+
+
 # --- Configuration ----------------------------------------------------------------------------------------------------
 
 
@@ -741,6 +804,7 @@ def test_is_registered_for_the_models_that_name_it(monkeypatch) -> None:
         ({"base_url": "http://h", "retries": "two"}, "options.retries: "),
         ({"base_url": "http://h", "idle_timeout": 0}, "options.idle_timeout: "),
         ({"base_url": "http://h", "kind": "tgi"}, "options.kind: "),
+        ({"base_url": "http://h", "unsupported": ["sead"]}, "'sead' is none of "),
         ({"base_url": "http://h", "headers": {"Authorization": "x"}}, "api_key_env"),
         ({"base_url": "http://h", "headers": {"Host": "x"}}, "is set for each request"),
         ({"base_url": "http://h", "headers": {"x y": "z"}}, "no header name"),

@@ -174,8 +174,9 @@ def running() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def server(running: StandIn) -> StandIn:
-    """The same as if it were new."""
-    url = running.url
-    vars(running).update(vars(StandIn()), url=url)
-    return running
+def server(running: StandIn) -> Iterator[StandIn]:
+    """The same as if it were new, and new again afterwards."""
+    new = vars(StandIn()) | {"url": running.url}
+    vars(running).update(new)
+    yield running
+    vars(running).update(vars(StandIn()) | {"url": running.url})

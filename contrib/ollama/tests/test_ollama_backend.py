@@ -23,6 +23,7 @@ from suimon.gateway.hookspecs import (
     Usage,
 )
 from suimon.gateway.plugin_manager import load_plugins
+from suimon.gateway.testing import BackendContract
 
 
 def backend_at(url: str, **options: Any) -> Any:
@@ -179,6 +180,12 @@ def test_wrong_options_are_named() -> None:
         backend_at("http://127.0.0.1:1", num_ctx=0)
     with pytest.raises(InvalidRequest, match="num_gpu: is not known; the options of ollama are "):
         backend_at("http://127.0.0.1:1", num_gpu=1)
+
+
+class TestContract(BackendContract):
+    @pytest.fixture(scope="class")
+    def make_backend(self, running) -> Any:
+        return lambda: backend_at(running.url)
 
 
 def test_twenty_who_leave_leave_nothing_behind(server) -> None:

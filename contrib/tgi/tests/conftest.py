@@ -140,6 +140,10 @@ class StandIn:
             is_greedy_chat = kind is Chat and name == "temperature" and value == 0
             if value is not None and not fits(value) and not is_greedy_chat:
                 return self._error(422, f"Input validation error: {words}", "validation")
+        text = asked.inputs if kind is Generate else prompt_of(asked)
+        if len(tokens_of(text)) > 95:
+            words = f"`inputs` must have less than 95 tokens. Given: {len(tokens_of(text))}"
+            return self._error(422, f"Input validation error: {words}", "validation")
         return asked
 
     def _error(self, status: int, words: str, kind: str) -> Response[Any]:
@@ -238,8 +242,9 @@ def running() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def server(running: StandIn) -> StandIn:
-    """The same as if it were new."""
-    url = running.url
-    vars(running).update(vars(StandIn()), url=url)
-    return running
+def server(running: StandIn) -> Iterator[StandIn]:
+    """The same as if it were new, and new again afterwards."""
+    new = vars(StandIn()) | {"url": running.url}
+    vars(running).update(new)
+    yield running
+    vars(running).update(vars(StandIn()) | {"url": running.url})

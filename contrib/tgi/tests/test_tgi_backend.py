@@ -26,6 +26,7 @@ from suimon.gateway.hookspecs import (
     Usage,
 )
 from suimon.gateway.plugin_manager import load_plugins
+from suimon.gateway.testing import BackendContract
 
 
 def backend_at(url: str, **options: Any) -> TGIBackend:
@@ -191,21 +192,23 @@ def test_errors_before_and_within_an_answer(server) -> None:
         answer(server, request())
 
 
-def test_tokens_and_limits_are_the_servers(server) -> None:
+def test_health_and_limits_are_the_servers(server) -> None:
     async def test() -> None:
         backend = backend_at(server.url)
         await backend.start()
         assert (await backend.health()).ready and backend.capabilities.max_model_len == 99
-        assert await backend.tokenize(request("a b")) == [1, 10, 11]
-        assert await backend.tokenize(request("a b", chat=True)) == [10, 11, 12]
-        with pytest.raises(InvalidRequest, match="add_special_tokens"):
-            await backend.tokenize(request("a"), add_special_tokens=False)
         server.status = 503
         await backend.refresh()
         assert (await backend.health()).state == "loading"
         await backend.stop()
 
     asyncio.run(test())
+
+
+class TestContract(BackendContract):
+    @pytest.fixture(scope="class")
+    def make_backend(self, running) -> Any:
+        return lambda: backend_at(running.url)
 
 
 def test_twenty_who_leave_leave_nothing_behind(server) -> None:

@@ -16,7 +16,7 @@ from suimon.gateway.hookspecs import Backend, Capabilities, Delta, GenerateReque
 from suimon.plugins.remote_backend import RemoteBackend
 from suimon.plugins.remote_options import RemoteOptions, read_options
 from suimon.plugins.remote_streams import JsonLineReader
-from suimon_ollama.native import LineReader, body_of, check, options_of
+from suimon_ollama.native import REFUSED, LineReader, body_of, check, options_of
 
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings, Settings
@@ -40,7 +40,11 @@ class OllamaBackend(RemoteBackend):
         super().__init__(model, options, **how)
         self.client.errors.aliases[503] = 429  # its word for a full queue
         self.capabilities = Capabilities(
-            logprobs=True, seed=True, max_model_len=options.num_ctx, max_concurrency=options.max_concurrency
+            logprobs=True,
+            seed=True,
+            unsupported=frozenset(REFUSED),
+            max_model_len=options.num_ctx,
+            max_concurrency=options.max_concurrency,
         )
 
     def describe(self) -> Sequence[str]:

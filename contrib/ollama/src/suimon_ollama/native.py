@@ -20,7 +20,7 @@ from suimon.gateway.hookspecs import (
 from suimon.plugins.remote_errors import Translator
 
 _DEFAULT = SamplingParams()
-_REFUSED = (
+REFUSED = (
     *("n", "min_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     "skip_special_tokens",
 )
@@ -29,7 +29,7 @@ _THINKING = ("enable_thinking", "thinking")  # templates' names for what Ollama 
 
 def check(request: GenerateRequest) -> None:
     """Raise InvalidRequest naming the first field that this server would ignore."""
-    for name in _REFUSED:
+    for name in REFUSED:
         if getattr(request.sampling, name) != getattr(_DEFAULT, name):
             raise InvalidRequest(f"{name}: Ollama does not take it", param=name)
     if request.continue_final_message or not request.add_generation_prompt:

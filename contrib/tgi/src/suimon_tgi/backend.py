@@ -20,7 +20,6 @@ from suimon.gateway.hookspecs import (
     Delta,
     GenerateRequest,
     Health,
-    InvalidRequest,
     Usage,
     hookimpl,
 )
@@ -29,7 +28,7 @@ from suimon.plugins.openai_wire import DONE, AnswerReader, request_body
 from suimon.plugins.remote_backend import LOOK_TIMEOUT, RemoteBackend
 from suimon.plugins.remote_options import RemoteOptions, read_options
 from suimon.plugins.remote_streams import EventReader
-from suimon_tgi.native import NativeReader, body_of, check
+from suimon_tgi.native import REFUSED, NativeReader, body_of, check
 from suimon_tgi.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class TGIBackend(RemoteBackend):
         self.capabilities = Capabilities(
             logprobs=True,
             seed=True,
-            tokenize=True,
+            unsupported=frozenset(REFUSED),
             max_model_len=max_model_len,
             max_concurrency=self.options.max_concurrency,
         )
@@ -119,26 +118,17 @@ class TGIBackend(RemoteBackend):
         return path, body, AnswerReader(wanted, self.client.errors)
 
     async def _usage(self, request: GenerateRequest, completion_tokens: int) -> Usage:
-        """The counts of an answer that we cut: nobody told them."""
-        prompt = await self.tokenize(request)
-        return Usage(prompt_tokens=len(prompt), completion_tokens=completion_tokens)
-
-    async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        """By ``/tokenize`` or ``/chat_tokenize``."""
-        if request.messages is None and not add_special_tokens:
-            message = "add_special_tokens: Text Generation Inference always adds them"
-            raise InvalidRequest(message, param="add_special_tokens")
+        """The counts of an answer that we cut: nobody told them, so the prompt's tokens are asked for."""
         if request.messages is None:
             found = await self.client.ask("POST", "/tokenize", {"inputs": request.prompt})
         else:
             messages = [msgspec.to_builtins(message) for message in request.messages]
             body = {"model": self.upstream_model, "messages": messages}
-            found = await self.client.ask("POST", "/chat_tokenize", body)
-        try:
-            tokens = found if request.messages is None else found["tokenize_response"]
-            return [int(token["id"]) for token in tokens]
-        except (KeyError, TypeError, ValueError):
-            raise self.client.errors.malformed("answered without tokens") from None
+            answer = await self.client.ask("POST", "/chat_tokenize", body)
+            found = answer.get("tokenize_response") if isinstance(answer, dict) else None
+        if not isinstance(found, list):
+            raise self.client.errors.malformed("answered without tokens")
+        return Usage(prompt_tokens=len(found), completion_tokens=completion_tokens)
 
 
 def _ending(delta: Delta, stops: StopStrings) -> Delta:

@@ -20,7 +20,7 @@ from suimon.plugins.remote_errors import Translator
 
 _DEFAULT = SamplingParams()
 # TGI has no such parameter, or takes it and does something else: chats add 2 to presence_penalty and repeat by it.
-_REFUSED = (
+REFUSED = (
     *("n", "min_tokens", "min_p", "presence_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
     "skip_special_tokens",
 )
@@ -31,7 +31,7 @@ FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "sto
 def check(request: GenerateRequest) -> None:
     """Raise InvalidRequest naming the first field that this server would ignore."""
     is_chat = request.messages is not None
-    for name in (*_REFUSED, *(_REFUSED_IN_CHATS if is_chat else ())):
+    for name in (*REFUSED, *(_REFUSED_IN_CHATS if is_chat else ())):
         value = getattr(request.sampling, name)
         if value != getattr(_DEFAULT, name) and not (name == "top_k" and value == -1):
             where = "takes it in completions only" if name in _REFUSED_IN_CHATS else "does not take it"
