@@ -21,6 +21,7 @@ from litestar.routes import HTTPRoute
 from suimon.gateway.auth import AUTH, CLASSES, KEY, PUBLIC, Authenticator, is_public
 from suimon.gateway.config import ConfigError
 from suimon.gateway.drain import Drain
+from suimon.gateway.embedding import Embedder
 from suimon.gateway.generation import Generator
 from suimon.gateway.openai.errors import INTERNAL, WireError, wire_error
 from suimon.gateway.plugin_manager import PluginManager
@@ -46,6 +47,7 @@ class Gateway:
         self.router.register_all(settings)
         self.telemetry = Telemetry(settings, lambda: self.router.served)
         self.generator = Generator(plugins, self.telemetry)
+        self.embedder = Embedder(plugins, self.telemetry)
         hook = plugins.hook.authenticate
         ask = (lambda headers: hook(headers=headers)) if hook.get_hookimpls() else None
         self.authenticator = Authenticator(settings.api_keys, ask)

@@ -18,6 +18,7 @@ from suimon.gateway.hookspecs import (
     BackendError,
     DeadlineExceeded,
     Delta,
+    EmbedRequest,
     GenerateRequest,
     Usage,
 )
@@ -77,13 +78,13 @@ class Generator:
             raise
         except BaseException as error:
             failure = error
-            raise _explained(error, backend, request) from error
+            raise explained(error, backend, request) from error
         finally:
             await _close(deltas)
             self._hook.request_finished(request=request, usage=usage, error=failure)
 
 
-def _explained(error: BaseException, backend: Backend, request: GenerateRequest) -> BaseException:
+def explained(error: BaseException, backend: Backend, request: GenerateRequest | EmbedRequest) -> BaseException:
     """What a backend raises by accident is logged with its name, and told to nobody else."""
     if isinstance(error, BackendError) or _is_cancellation(error):
         return error

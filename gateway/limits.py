@@ -8,6 +8,8 @@ from __future__ import annotations
 
 MAX_N = 128  # choices of one prompt
 MAX_PROMPTS = 1024  # prompts in one /v1/completions request
+MAX_EMBEDDING_INPUTS = 2048  # inputs in one /v1/embeddings request, as OpenAI's
+MAX_DIMENSIONS = 65_536  # of a vector, more than any model's
 MAX_CHOICES = 1024  # n times prompts
 MAX_CONCURRENT_PROMPTS = 64  # prompts of one request that are generated at once
 MAX_STOP_STRINGS = 16

@@ -23,7 +23,16 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from suimon.gateway import semconv
-from suimon.gateway.hookspecs import BackendError, Delta, GenerateRequest, Load, SamplingParams, Usage
+from suimon.gateway.hookspecs import (
+    BackendError,
+    Delta,
+    Embeddings,
+    EmbedRequest,
+    GenerateRequest,
+    Load,
+    SamplingParams,
+    Usage,
+)
 from suimon.gateway.token_latency import TokenLatency
 
 if TYPE_CHECKING:
@@ -85,6 +94,10 @@ class Telemetry:
         backend.
         """
         return Observation(self, request, stream, served_as or request.model)
+
+    def embedding(self, request: EmbedRequest, *, served_as: str = "") -> EmbeddingObservation:
+        """The same of a request for embeddings."""
+        return EmbeddingObservation(self, request, served_as or request.model)
 
     def render_metrics(self) -> tuple[bytes, str]:
         """The body and content type of ``/metrics`` in the Prometheus text format."""
@@ -211,6 +224,51 @@ class Observation:
                 span.set_attribute(semconv.ERROR_TYPE, error_type(error))
                 span.set_status(StatusCode.ERROR)
         span.end()
+
+
+class EmbeddingObservation:
+    """One request for embeddings being answered: an ``embeddings MODEL`` span, and what counts of the instruments."""
+
+    def __init__(self, telemetry: Telemetry, request: EmbedRequest, model: str) -> None:
+        self._telemetry = telemetry
+        self._started = time.perf_counter()
+        self._attributes = {
+            semconv.OPERATION: "embeddings",
+            semconv.PROVIDER: PROVIDER_NAME,
+            semconv.REQUEST_MODEL: model,
+        }
+        self._span = telemetry.tracer.start_span(
+            f"embeddings {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
+        )
+        self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
+        names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
+        self._span.set_attributes(names | {semconv.RESPONSE_ID: request.request_id})
+
+    def __enter__(self) -> EmbeddingObservation:
+        return self
+
+    def admitted(self) -> None:
+        """The request left the gateway's own queue for the backend."""
+        self._telemetry.queue_time.record(time.perf_counter() - self._started, self._attributes)
+
+    def answered(self, answer: Embeddings) -> None:
+        """The vectors are there."""
+        self._telemetry.token_usage.record(answer.usage.prompt_tokens, self._attributes | {semconv.TOKEN_TYPE: "input"})
+        self._span.set_attribute(semconv.INPUT_TOKENS, answer.usage.prompt_tokens)
+        self._span.set_attribute(semconv.DIMENSIONS, len(answer.vectors[0]))
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        failed: dict[str, str] = {}
+        reason = "stop"
+        if error is not None:
+            failed = {semconv.ERROR_TYPE: error_type(error)}
+            reason = "abort" if isinstance(error, asyncio.CancelledError) else "error"
+            self._span.set_attributes(failed)
+            self._span.set_status(StatusCode.ERROR)
+        telemetry, model = self._telemetry, self._attributes[semconv.REQUEST_MODEL]
+        telemetry.finished.add(1, {semconv.REQUEST_MODEL: model, "reason": reason})
+        telemetry.duration.record(time.perf_counter() - self._started, self._attributes | failed)
+        self._span.end()
 
 
 def error_type(error: BaseException) -> str:

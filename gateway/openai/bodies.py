@@ -118,6 +118,16 @@ class CompletionRequest(GenerationBody, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
+class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    model: str | None = None
+    input: msgspec.Raw = NULL  # of several types, as a completion's prompt
+    encoding_format: str = "float"
+    dimensions: int | None = None
+    priority: int = 0
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /tokenize: a prompt, or messages to render first."""
 

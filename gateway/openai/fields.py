@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _ANY = msgspec.json.Decoder()
 
 # Fields that may be long; they are weighed by what they hold.
-BULKY = frozenset({"messages", "prompt", "tokens"})
+BULKY = frozenset({"messages", "prompt", "tokens", "input"})
 
 # Fields that change nothing in the answer: their type is checked, their value has no effect here.
 HARMLESS: dict[str, Any] = {

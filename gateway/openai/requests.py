@@ -11,20 +11,22 @@ from typing import Any
 import msgspec
 
 from suimon.gateway import limits
-from suimon.gateway.hookspecs import GenerateRequest, Message
+from suimon.gateway.hookspecs import EmbedRequest, GenerateRequest, Message
 from suimon.gateway.openai.bodies import (
     NULL,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     ContentPart,
+    EmbeddingsRequest,
     TokenizeRequest,
     ToolCall,
 )
 from suimon.gateway.openai.fields import refused, token_ids
-from suimon.gateway.openai.sampling import chat_logprobs, chat_max_tokens, sampling_params
+from suimon.gateway.openai.sampling import chat_logprobs, chat_max_tokens, check_ranges, sampling_params
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+ENCODING_FORMATS = ("float", "base64")  # of vectors
 
 
 def chat_request(body: ChatCompletionRequest, request_id: str) -> GenerateRequest:
@@ -63,6 +65,21 @@ def completion_requests(body: CompletionRequest, request_id: str) -> list[Genera
     ]
 
 
+def embed_request(body: EmbeddingsRequest, request_id: str) -> EmbedRequest:
+    """The one request of all a body's inputs."""
+    check_ranges(body)
+    if body.encoding_format not in ENCODING_FORMATS:
+        raise refused("encoding_format", f"must be {' or '.join(ENCODING_FORMATS)}, got {body.encoding_format[:64]!r}")
+    inputs = prompts(body.input, "input", limits.MAX_EMBEDDING_INPUTS)
+    return EmbedRequest(
+        request_id=request_id,
+        model=body.model or "",
+        inputs=tuple(inputs),
+        dimensions=body.dimensions,
+        priority=body.priority,
+    )
+
+
 def tokenize_request(body: TokenizeRequest, request_id: str) -> GenerateRequest:
     """A request that only carries the text to tokenise."""
     if (body.prompt is None) == (body.messages is None):
@@ -74,16 +91,16 @@ def tokenize_request(body: TokenizeRequest, request_id: str) -> GenerateRequest:
 # --- Prompts ----------------------------------------------------------------------------------------------------------
 
 
-def prompts(prompt: msgspec.Raw) -> list[str | tuple[int, ...]]:
-    """The prompts of a completion: text or token ids, one or several."""
-    if prompt is NULL:
-        raise refused("prompt", "must be given")
-    found = _decode_prompts(bytes(prompt))
-    if not 1 <= len(found) <= limits.MAX_PROMPTS:
-        raise refused("prompt", f"must hold between 1 and {limits.MAX_PROMPTS} prompts, got {len(found)}")
+def prompts(raw: msgspec.Raw, field: str = "prompt", most: int = limits.MAX_PROMPTS) -> list[str | tuple[int, ...]]:
+    """The prompts of a completion, or the inputs of embeddings: text or token ids, one to ``most`` of them."""
+    if raw is NULL:
+        raise refused(field, "must be given")
+    found = _decode_prompts(bytes(raw), field)
+    if not 1 <= len(found) <= most:
+        raise refused(field, f"must hold between 1 and {most} {field}s, got {len(found)}")
     if not all(found):
-        raise refused("prompt", "must not be empty")
-    return [item if isinstance(item, str) else token_ids("prompt", item) for item in found]
+        raise refused(field, "must not be empty")
+    return [item if isinstance(item, str) else token_ids(field, item) for item in found]
 
 
 _TEXT = msgspec.json.Decoder(str)
@@ -92,7 +109,7 @@ _IDS = msgspec.json.Decoder(list[int])
 _ID_LISTS = msgspec.json.Decoder(list[list[int]])
 
 
-def _decode_prompts(raw: bytes) -> list[str] | list[list[int]]:
+def _decode_prompts(raw: bytes, field: str) -> list[str] | list[list[int]]:
     """What stands first decides the type, so that the first entry of another one ends the decoding."""
     inside = raw[1:64].lstrip()[:1]
     try:
@@ -102,7 +119,7 @@ def _decode_prompts(raw: bytes) -> list[str] | list[list[int]]:
             return _TEXTS.decode(raw)
         return _ID_LISTS.decode(raw) if inside == b"[" else [_IDS.decode(raw)]
     except msgspec.ValidationError:
-        raise refused("prompt", "must be text, a list of texts, a list of token ids or a list of such lists") from None
+        raise refused(field, "must be text, a list of texts, a list of token ids or a list of such lists") from None
 
 
 def chat_prompt(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:

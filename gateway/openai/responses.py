@@ -7,7 +7,9 @@ come from and how bytes are sent.
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -172,6 +174,20 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def embedding_entry(vector: Sequence[float], index: int, encoding_format: str) -> bytes:
+    """One element of an embeddings answer's ``data``. In base64 a vector is its little-endian float32s."""
+    embedding: Any = list(vector)
+    if encoding_format == "base64":
+        embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return _encode({"object": "embedding", "index": index, "embedding": embedding})
+
+
+def embeddings_body(entries: Iterable[bytes], model: str, usage: Usage) -> bytes:
+    """The body of /v1/embeddings around its entries."""
+    tail = {"model": model, "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}}
+    return b'{"object":"list","data":[' + b",".join(entries) + b"]," + _encode(tail)[1:]
 
 
 def add_usages(usages: Iterable[Usage]) -> Usage:

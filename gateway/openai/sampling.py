@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from suimon.gateway import limits
 from suimon.gateway.hookspecs import SamplingParams
 from suimon.gateway.openai.bodies import ChatCompletionRequest, GenerationBody
@@ -32,16 +34,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"must hold between 1 and {limits.MAX_CACHE_SALT_LENGTH} characters",
     ),
     "top_logprobs": (lambda v: 0 <= v <= limits.MAX_LOGPROBS, f"must be between 0 and {limits.MAX_LOGPROBS}"),
+    "dimensions": (lambda v: 1 <= v <= limits.MAX_DIMENSIONS, f"must be between 1 and {limits.MAX_DIMENSIONS}"),
     "logprobs": (lambda v: 0 <= v <= limits.MAX_LOGPROBS, f"must be between 0 and {limits.MAX_LOGPROBS}"),
 }
 
 
 def sampling_params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The sampling fields of a body, each in its range."""
-    for name, (fits, words) in _RANGES.items():
-        value = getattr(body, name, None)
-        if value is not None and not fits(value):
-            raise refused(name, words if name == "cache_salt" else f"{words}, got {value}")
+    check_ranges(body)
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise refused("min_tokens", f"must be at most max_tokens ({max_tokens}), got {body.min_tokens}")
     if body.best_of not in (None, body.n):
@@ -67,6 +67,14 @@ def sampling_params(body: GenerationBody, *, max_tokens: int | None, logprobs: i
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
     )
+
+
+def check_ranges(body: msgspec.Struct) -> None:
+    """Raise InvalidRequest for the first field of ``body`` whose value is out of its range."""
+    for name, (fits, words) in _RANGES.items():
+        value = getattr(body, name, None)
+        if value is not None and not fits(value):
+            raise refused(name, words if name == "cache_salt" else f"{words}, got {value}")
 
 
 def _check_stream_options(body: GenerationBody) -> None:

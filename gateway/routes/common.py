@@ -90,12 +90,13 @@ def _generate(
         tenant=tenant,
         cache_salt=cache_salt(tenant, request.cache_salt),
         arrival=time.monotonic(),
-        deadline=_deadline(http),
+        deadline=deadline_of(http),
     )
     return gateway.generator.generate(gateway.router.route(request), request, stream=stream)
 
 
-def _deadline(http: HttpRequest) -> float | None:
+def deadline_of(http: HttpRequest) -> float | None:
+    """When, by time.monotonic(), the request's own deadline passes. Raises InvalidRequest for what is no number."""
     value = http.headers.get(DEADLINE_HEADER)
     if value is None:
         return None

@@ -47,6 +47,7 @@ def test_every_route_states_its_class_and_only_probes_are_public(plain: Any) -> 
     assert set(table) - {route for route, auth in table.items() if auth == PUBLIC} == {
         ("/v1/chat/completions", "POST"),
         ("/v1/completions", "POST"),
+        ("/v1/embeddings", "POST"),
         ("/tokenize", "POST"),
         ("/detokenize", "POST"),
         *((path, "GET") for path in ("/v1/models", "/v1/models/{model_id:path}", "/metrics", "/version")),
