@@ -708,7 +708,8 @@ class TestContract(BackendContract):
     """Against our own gateway serving echo, which honours less than a Suimon in general."""
 
     @pytest.fixture(scope="class")
-    def make_backend(self) -> Iterator[Callable[[], OpenAIRemote]]:
+    @classmethod
+    def make_backend(cls) -> Iterator[Callable[[], OpenAIRemote]]:
         can = EchoBackend.capabilities
         claims = ("token_prompts", "tokenize", "logprobs", "seed")
         off = [*can.unsupported, *(name for name in claims if not getattr(can, name))]

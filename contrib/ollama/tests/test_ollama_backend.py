@@ -184,7 +184,8 @@ def test_wrong_options_are_named() -> None:
 
 class TestContract(BackendContract):
     @pytest.fixture(scope="class")
-    def make_backend(self, running) -> Any:
+    @classmethod
+    def make_backend(cls, running) -> Any:
         return lambda: backend_at(running.url)
 
 

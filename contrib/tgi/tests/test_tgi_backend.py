@@ -207,7 +207,8 @@ def test_health_and_limits_are_the_servers(server) -> None:
 
 class TestContract(BackendContract):
     @pytest.fixture(scope="class")
-    def make_backend(self, running) -> Any:
+    @classmethod
+    def make_backend(cls, running) -> Any:
         return lambda: backend_at(running.url)
 
 
