@@ -22,6 +22,7 @@ from suimon.core_engine.chat_template import ChatTemplateRenderer
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.daemon_thread import in_daemon_thread
 from suimon.core_engine.drain_rate import DrainRate
+from suimon.core_engine.embedding_calls import EmbeddingCalls
 from suimon.core_engine.errors import (
     EngineDeadError,
     EngineError,
@@ -31,8 +32,16 @@ from suimon.core_engine.errors import (
     error_class,
 )
 from suimon.core_engine.loader.sources import resolve_model
-from suimon.core_engine.messages import AbortRequest, AddRequest, EndTokens, EngineReady, SequenceOutput, StepOutputs
-from suimon.core_engine.outputs import RequestOutput
+from suimon.core_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Embedding,
+    EndTokens,
+    EngineReady,
+    SequenceOutput,
+    StepOutputs,
+)
+from suimon.core_engine.outputs import EmbeddingOutput, RequestOutput
 from suimon.core_engine.prompts import PromptBuilder, load_text_side
 from suimon.core_engine.public_text import public_text
 from suimon.core_engine.request import EngineRequest
@@ -66,6 +75,7 @@ class EngineClient:
         self._failure = ""
         self._draining = False
         self._streams: dict[str, RequestStream] = {}
+        self._embeddings = EmbeddingCalls(self._supervisor.send)
         self._choices = 0  # of all requests that were admitted and are not over
         self._serials = itertools.count(1)
         self._drain_rate = DrainRate()
@@ -173,6 +183,22 @@ class EngineClient:
         finally:
             self._occupy(-num_choices)
 
+    async def embed(self, inputs: Sequence[str | Sequence[int]]) -> list[EmbeddingOutput]:
+        """The vectors of texts or token ids, in their order.
+
+        Raises InvalidRequestError, ContextLengthError (with the numbers), EngineUnavailableError, EngineDeadError.
+        """
+        prompts = self._check_loaded()
+        if not self.model.embeds:
+            raise InvalidRequestError("this model computes no embeddings", param="model")
+        token_ids = await self._in_pool(lambda: prompts.build_inputs(inputs))
+        self._occupy(1)
+        try:
+            vectors = await self._embeddings.run(f"embed#{next(self._serials)}", token_ids)
+        finally:
+            self._occupy(-1)
+        return [EmbeddingOutput(vector, len(ids)) for vector, ids in zip(vectors, token_ids, strict=True)]
+
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text; often no complete UTF-8 by itself. Also while the engine drains."""
         prompts = self._prompts or self._check_loaded()
@@ -209,7 +235,11 @@ class EngineClient:
                 stream.open_choices.discard(output.index)
                 stream.fail(_request_error(output))
 
+    def engine_embedding(self, message: Embedding) -> None:
+        self._embeddings.take(message)
+
     def engine_died(self, reason: str) -> None:
+        self._embeddings.fail_all(EngineDeadError(f"the engine ended while it worked on this request: {reason}"))
         self.stats = self._past_stats = self.stats.when_gone()
         for stream in self._streams.values():
             stream.crashes += stream.is_sent
@@ -291,6 +321,7 @@ class EngineClient:
         record_spans(message.trace_context, stream.timing, {"suimon.request_id": message.request_id})
 
     def _fail_all(self, message: str) -> None:
+        self._embeddings.fail_all(EngineUnavailableError(message))
         for stream in self._streams.values():
             if stream.is_wanted:
                 stream.fail(EngineUnavailableError(message))

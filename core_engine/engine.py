@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
+from typing import cast
 
 from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.block_manager import BlockManager
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.context_limit import resolve_max_tokens
 from suimon.core_engine.drain_rate import DrainRate
-from suimon.core_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from suimon.core_engine.executor import PER_SEQUENCE, ExecutorCapabilities, Pending, StepExecutor
+from suimon.core_engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from suimon.core_engine.executor import PER_SEQUENCE, EmbeddingExecutor, ExecutorCapabilities, Pending, StepExecutor
 from suimon.core_engine.kv_manager import KVManager
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.sampler import SamplingRow
@@ -68,6 +69,7 @@ class Engine:
         )
         self._propose = propose
         self._clock = clock
+        self._capabilities = capabilities
         self._vocab_size = capabilities.vocab_size
         self._random = random.Random(config.seed)
         self._in_flight: deque[tuple[ScheduledBatch, Pending]] = deque()
@@ -220,6 +222,21 @@ class Engine:
         self.scheduler.add(leader, [self._sibling(leader, index) for index in range(1, params.n)])
         self._num_prompt_tokens += len(prompt)
 
+    def embed(self, token_ids: List[int]) -> list[float]:
+        """The vector of one input, computed at once. Call it between steps.
+
+        Raises InvalidRequestError where the model has no vectors or the input no tokens of the model's,
+        ContextLengthError for more of them than it takes.
+        """
+        if not self._capabilities.embeds:
+            raise InvalidRequestError("this model computes no embeddings", param="model")
+        self._check_token_ids(token_ids, "input")
+        limit = self._capabilities.max_model_len
+        if len(token_ids) > limit:
+            message = f"an input has {len(token_ids)} tokens, and the model takes up to {limit}"
+            raise ContextLengthError(message, param="input")
+        return cast(EmbeddingExecutor, self.executor).embed(token_ids)
+
     def add_end_tokens(self, token_ids: Iterable[int]) -> None:
         """From now on these end a sequence too, unless it ignores them."""
         self.scheduler.eos_token_ids |= frozenset(token_ids)
@@ -242,15 +259,20 @@ class Engine:
     def _check_request(
         self, prompt_token_ids: List[int], params: SamplingParams, adapter: str | None, adapter_hash: str | None
     ) -> list[int]:
+        if not self._capabilities.generates:
+            raise InvalidRequestError("this model computes embeddings and writes no text", param="model")
         prompt = list(prompt_token_ids)
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty: it must have at least one token", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequestError(f"prompt token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
+        self._check_token_ids(prompt, "prompt")
         if adapter is not None and adapter_hash is None:
             raise InvalidRequestError(f"adapter {adapter!r} comes without the hash of its weights", param="adapter")
         params.check_vocabulary(self._vocab_size)
         return prompt
+
+    def _check_token_ids(self, token_ids: List[int], param: str) -> None:
+        if not token_ids:
+            raise InvalidRequestError(f"the {param} is empty: it must have at least one token", param=param)
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise InvalidRequestError(f"{param} token ids must be from 0 to {self._vocab_size - 1}", param=param)
 
     def _check_queue(self) -> None:
         limit = self.config.max_num_queued_requests

@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file's metadata describes. Knows the ``tokenizer.ggml.*`` keys; reads no tensors.
 
 Token ids equal those of the model's Hugging Face tokenizer. The kinds are byte-level BPE (``gpt2``), SentencePiece BPE
-(``llama``) and SentencePiece BPE whose merges are in the file (``gemma4``).
+(``llama``), SentencePiece BPE whose merges are in the file (``gemma4``) and WordPiece (``bert``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from suimon.core_engine.spm_tokenizer import (
     ranked_merges,
 )
 from suimon.core_engine.tokenizer import Tokenizer, frame_with
+from suimon.core_engine.wordpiece import build_wordpiece, original_pieces
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -45,6 +46,7 @@ _NAMED_TOKENS = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
     "sep_token": "seperator_token_id",
     "mask_token": "mask_token_id",
 }
@@ -124,10 +126,13 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], *, source: object, cach
         raise ModelLoadError(f"{source}: its vocabulary and merges do not fit together: {error}") from error
     _add_tokens(backend, vocabulary)
     special_tokens = _special_tokens(vocabulary)
+    begins, ends = "bos_token", "eos_token"
+    if model == "bert":
+        begins, ends = ("cls_token" if "cls_token" in special_tokens else begins), "sep_token"
     frame_with(
         backend,
-        bos=special_tokens.get("bos_token") if vocabulary.flag("add_bos_token", add_bos) else None,
-        eos=special_tokens.get("eos_token") if vocabulary.flag("add_eos_token", False) else None,
+        bos=special_tokens.get(begins) if vocabulary.flag("add_bos_token", add_bos) else None,
+        eos=special_tokens.get(ends) if vocabulary.flag("add_eos_token", model == "bert") else None,
     )
     return Tokenizer(
         backend,
@@ -148,7 +153,9 @@ def _vocabulary(metadata: Mapping[str, Any], source: object) -> _Vocabulary:
     if types.shape != (len(tokens),):
         vocabulary.fail(f"{_PREFIX}token_type has {types.size} entries for {len(tokens)} tokens")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
-    if metadata.get(_PREFIX + "model") != "gpt2":
+    if metadata.get(_PREFIX + "model") == "bert":
+        tokens = original_pieces(tokens, set(np.flatnonzero(types != NORMAL).tolist()))
+    elif metadata.get(_PREFIX + "model") != "gpt2":
         _restore_spaces(tokens, types)
     try:
         "".join(tokens).encode()
@@ -197,6 +204,13 @@ def _sentencepiece_with_merges(vocabulary: _Vocabulary, cache_dir: Path | None) 
     return _from_pieces(vocabulary, merges.reshape(-1, 2), add_space_prefix=False), True
 
 
+def _wordpiece(vocabulary: _Vocabulary, cache_dir: Path | None) -> tuple[Backend, bool]:
+    unk = vocabulary.token_id("unknown_token_id")
+    unk_token = vocabulary.tokens[0 if unk is None else unk]
+    lowercase = vocabulary.flag("normalizer.lowercase", True)
+    return build_wordpiece(vocabulary.tokens, unk_token=unk_token, lowercase=lowercase), True
+
+
 def _from_pieces(vocabulary: _Vocabulary, merges: Merges, *, add_space_prefix: bool) -> Backend:
     charsmap = vocabulary.get("precompiled_charsmap")
     options = SpmOptions(
@@ -214,6 +228,7 @@ _KINDS: Mapping[str, Callable[[_Vocabulary, Path | None], tuple[Backend, bool]]]
     "gpt2": _byte_level,
     "llama": _sentencepiece,
     "gemma4": _sentencepiece_with_merges,
+    "bert": _wordpiece,
 }
 
 # --- special tokens

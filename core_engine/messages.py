@@ -54,6 +54,13 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True, omit_defa
     trace_context: dict[str, str] = {}
 
 
+class EmbedRequest(msgspec.Struct, tag="embed", frozen=True):
+    """Compute the vector of each input. ``request_id`` is unique among the requests in the engine."""
+
+    request_id: str
+    inputs: list[list[TokenId]]
+
+
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
     """Forget a request, or only its choice ``index``. An unknown id is no error: it may have just finished."""
 
@@ -71,7 +78,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End now: what still runs is dropped."""
 
 
-ToEngine = Configure | AddRequest | AbortRequest | EndTokens | Shutdown
+ToEngine = Configure | AddRequest | EmbedRequest | AbortRequest | EndTokens | Shutdown
 
 
 # --- engine to client -------------------------------------------------------------------------------------------------
@@ -85,13 +92,18 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The model is loaded. ``plan`` says for people what ``auto`` became, one line each."""
+    """The model is loaded; ``generates`` (text) and ``embeds`` say what it can be asked for.
+
+    ``plan`` says for people what ``auto`` became, one line each.
+    """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    generates: bool = True
+    embeds: bool = False
     eos_token_ids: list[int] = []
     plan: list[str] = []
 
@@ -128,7 +140,17 @@ class StepOutputs(msgspec.Struct, tag="outputs", frozen=True):
     stats: EngineStats
 
 
-FromEngine = Heartbeat | EngineReady | EngineFailed | StepOutputs
+class Embedding(msgspec.Struct, tag="embedding", frozen=True):
+    """The vector of input ``index`` of an EmbedRequest, or the error that fails the whole request."""
+
+    request_id: str
+    index: int
+    vector: list[float] = []
+    error: str | None = None
+    error_kind: str = ""
+
+
+FromEngine = Heartbeat | EngineReady | EngineFailed | StepOutputs | Embedding
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------

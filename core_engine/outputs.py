@@ -29,6 +29,14 @@ class RequestOutput:
     num_output_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one input, and how many tokens that had."""
+
+    vector: list[float]
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
     """What one step brought one sequence: choice ``index`` of the request. The last one has ``finish_reason`` set.

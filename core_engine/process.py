@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from suimon.core_engine.embedding_queue import EmbeddingQueue
 from suimon.core_engine.errors import EngineError
 from suimon.core_engine.framing import FramingError
 from suimon.core_engine.heartbeat import LOADING, READY, STEPPING, HeartbeatThread
@@ -30,6 +31,7 @@ from suimon.core_engine.messages import (
     AbortRequest,
     AddRequest,
     Configure,
+    EmbedRequest,
     EndTokens,
     EngineFailed,
     EngineReady,
@@ -63,27 +65,35 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._heartbeat = heartbeat
+        self._embeddings = EmbeddingQueue(engine.embed)
 
     def run(self) -> None:
         """Return on Shutdown; raise as ``Inbox.receive`` does, and what a failed step raised."""
         while True:
-            may_step = self._engine.has_work and not self._outbox.is_congested
+            may_step = self._has_work and not self._outbox.is_congested
             messages = self._inbox.receive(wait=not may_step)
             if any(isinstance(message, Shutdown) for message in messages):
                 return
             outputs = [output for message in messages for output in self._handle(message)]
-            if self._engine.has_work and not self._outbox.is_congested:
+            if self._has_work and not self._outbox.is_congested:
                 outputs += self._step()
             elif not messages:
                 continue
             self._outbox.put(to_frame(StepOutputs(outputs, self._engine.stats())))
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work or bool(self._embeddings)
+
     def _handle(self, message: ToEngine) -> list[SequenceOutput]:
         match message:
             case AddRequest():
                 return self._add(message)
+            case EmbedRequest():
+                self._embeddings.add(message)
             case AbortRequest():
                 self._engine.abort(message.request_id, message.index)
+                self._embeddings.abort(message.request_id)
             case EndTokens():
                 self._engine.add_end_tokens(message.token_ids)
             case _:
@@ -115,6 +125,8 @@ class EngineLoop:
     def _step(self) -> list[SequenceOutput]:
         with self._heartbeat.during(STEPPING):
             outputs = self._engine.step()
+            if self._embeddings:
+                self._outbox.put(to_frame(self._embeddings.step()))
         return [_sequence_output(output) for output in outputs]
 
 
@@ -195,6 +207,8 @@ def _ready_message(built: BuiltEngine) -> EngineReady:
         num_blocks=capabilities.num_blocks,
         block_size=capabilities.block_size,
         max_num_seqs=limits.max_num_seqs,
+        generates=capabilities.generates,
+        embeds=capabilities.embeds,
         eos_token_ids=sorted(built.engine.scheduler.eos_token_ids),
         plan=list(built.plan),
     )

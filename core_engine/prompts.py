@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from suimon.core_engine.chat_template import ChatTemplateRenderer, load_chat_template
 from suimon.core_engine.context_limit import resolve_max_tokens
-from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
+from suimon.core_engine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from suimon.core_engine.loader.unreadable import unreadable_files_named
 from suimon.core_engine.request import EngineRequest, Message
 from suimon.core_engine.sampling_params import SamplingParams
-from suimon.core_engine.tokenizer import Tokenizer, load_tokenizer
+from suimon.core_engine.tokenizer import Tokenizer, check_text, load_tokenizer
 
 
 class PromptBuilder:
@@ -51,6 +51,27 @@ class PromptBuilder:
             )
         token_ids = list(request.prompt or ())
         self._check_ids(token_ids, "prompt")
+        return token_ids
+
+    def build_inputs(self, inputs: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """The token ids of inputs to embed. Raises InvalidRequestError for one that is empty or has other ids.
+
+        ContextLengthError, with the numbers, for one that is too long: it is not cut.
+        """
+        return [self._build_input(index, item) for index, item in enumerate(inputs)]
+
+    def _build_input(self, index: int, item: str | Sequence[int]) -> list[int]:
+        if isinstance(item, str):
+            check_text(item, self._max_chars, "input")
+            token_ids = self.tokenizer.encode(item)
+        else:
+            token_ids = list(item)
+            self._check_ids(token_ids, "input")
+        if not token_ids:
+            raise InvalidRequestError(f"input {index} is empty: it must have at least one token", param="input")
+        if len(token_ids) > self._max_model_len:
+            message = f"input {index} has {len(token_ids)} tokens, and the model takes up to {self._max_model_len}"
+            raise ContextLengthError(message, param="input")
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -52,7 +52,8 @@ class SlotManager:
     """Gives out the ``num_tokens`` cells of a pool to at most ``max_residents`` sequences, running and kept together.
 
     ``can_fork`` says whether the engine can copy a part of a sequence; without that every sequence computes all of its
-    tokens and none is kept. ``max_kept_tokens`` bounds the cells that are only kept (None: the pool does).
+    tokens and none is kept. ``max_kept_tokens`` bounds the cells that are only kept (None: the pool does), but the
+    sequence that ended last may be longer: it is the likeliest to be gone on with. With 0 none is kept.
     """
 
     block_size = 1
@@ -174,7 +175,7 @@ class SlotManager:
     def finish(self, sequence: Sequence) -> bool:
         """The running sequence has ended; whether it stays resident. Not after an error: what it holds is unknown."""
         resident = self._running.get(sequence.seq_id)
-        if resident is None or not self.enable_prefix_caching or sequence.error is not None:
+        if resident is None or not self._keeps_any or sequence.error is not None:
             self.free(sequence)
             return False
         self._forget_beyond(resident, resident.num_computed)
@@ -183,7 +184,11 @@ class SlotManager:
         self._drop(resident.cells, self._running_holders)
         self._kept[sequence.seq_id] = self._running.pop(sequence.seq_id)
         self._limit_kept()
-        return sequence.seq_id in self._kept
+        return True
+
+    @property
+    def _keeps_any(self) -> bool:
+        return self.enable_prefix_caching and self.max_kept_tokens > 0
 
     def register(self, sequence: Sequence) -> None:
         """Nothing to do: what is computed is read off the sequences when it is looked for."""
@@ -230,7 +235,7 @@ class SlotManager:
             self._cache_ops.append(TrimSequence(resident.sequence.seq_id, length))
 
     def _limit_kept(self) -> None:
-        while self.num_cached > self.max_kept_tokens:
+        while self.num_cached > self.max_kept_tokens and len(self._kept) > 1:
             self._evict()
 
     def _evict(self) -> None:
@@ -272,7 +277,8 @@ class SlotManager:
         wrong = [cell for cell in range(self.num_blocks) if states[cell] != 1]
         _require(not wrong, f"not exactly one of free and held: {wrong}")
         _require(self.num_residents <= self.max_residents, f"{self.num_residents} residents")
-        _require(self.num_cached <= self.max_kept_tokens, f"{self.num_cached} cells are kept")
+        is_within = self.num_cached <= self.max_kept_tokens or len(self._kept) == 1
+        _require(is_within, f"{self.num_cached} cells are kept")
         self._check_sharing()
 
     def _check_sharing(self) -> None:

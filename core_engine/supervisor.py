@@ -20,6 +20,7 @@ from suimon.core_engine.errors import EngineError, EngineUnavailableError, Model
 from suimon.core_engine.heartbeat import READY, STEPPING
 from suimon.core_engine.messages import (
     Configure,
+    Embedding,
     EngineFailed,
     EngineReady,
     FromEngine,
@@ -42,6 +43,8 @@ class Listener(Protocol):
     def engine_ready(self, ready: EngineReady) -> None: ...
 
     def engine_outputs(self, message: StepOutputs) -> None: ...
+
+    def engine_embedding(self, message: Embedding) -> None: ...
 
     def engine_died(self, reason: str) -> None: ...
 
@@ -202,6 +205,9 @@ class EngineSupervisor:
                 if self._crashes_in_a_row and any(output.token_ids for output in message.outputs):
                     self._crashes_in_a_row = 0
                 self._listener.engine_outputs(message)
+            case Embedding():
+                self._crashes_in_a_row = 0
+                self._listener.engine_embedding(message)
             case EngineReady():
                 self._become_ready(message)
             case EngineFailed():

@@ -26,8 +26,9 @@ CPU_KV_CACHE_LIMIT = GIB
 MAX_NUM_SEQS = {"cpu": 16, "gpu": 64}
 BATCHED_TOKENS = 512  # a step of this many keeps other streams waiting for as long as one computation of the library's
 EMBEDDING_TOKENS = 2048  # of one input, unless max_model_len says otherwise: an encoder takes all of it in one step
-# Every masked cell costs a look in every row, head and layer: ended sequences must not slow down those that run.
-KEPT_TOKENS = {"cpu": 4096, "gpu": 1 << 30}
+# A CPU looks at every cell of the pool for every row, head and layer, and skips those of others: ended sequences slow
+# down those that run (docs/llama-cpp.md has figures). The one that ended last is kept in any case.
+KEPT_TOKENS = {"cpu": 512, "gpu": 1 << 30}
 
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 _LIMITS = {"block_count": 4096, "context_length": 1 << 30, "embedding_length": 1 << 20}

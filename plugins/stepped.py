@@ -20,6 +20,7 @@ The one place that knows both sides: the gateway's requests and errors, and the 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields
@@ -41,8 +42,11 @@ from suimon.gateway.hookspecs import (
     BackendError,
     Capabilities,
     Delta,
+    Embeddings,
+    EmbedRequest,
     GenerateRequest,
     Health,
+    InvalidRequest,
     Load,
     TokenLogprob,
     TokenLogprobs,
@@ -83,7 +87,7 @@ class SteppedBackend(Backend):
         """Load the model. Raises BackendUnavailable with what is wrong with it."""
         with _translated_errors():
             ready = await self.client.start()
-        self.capabilities = _capabilities(ready.max_model_len)
+        self.capabilities = _capabilities(ready.max_model_len, generates=ready.generates, embeds=ready.embeds)
 
     async def stop(self) -> None:
         """End the engine process; requests still in it fail. The gateway has drained by then."""
@@ -99,6 +103,18 @@ class SteppedBackend(Backend):
             async with aclosing(self.client.generate(engine_request(request))) as outputs:
                 async for output in outputs:
                     yield self._delta(output, usage.count(output))
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """The vectors of the request's inputs, in their order, as the executor makes them."""
+        if request.dimensions is not None:
+            message = f"the vectors of model {self.model_id!r} have one length, which cannot be chosen"
+            raise InvalidRequest(message, param="dimensions")
+        with _translated_errors():
+            outputs = await self.client.embed(request.inputs)
+        return Embeddings(
+            vectors=tuple(array("f", output.vector) for output in outputs),
+            usage=Usage(prompt_tokens=sum(output.num_tokens for output in outputs)),
+        )
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         with _translated_errors():
@@ -216,9 +232,17 @@ def model_name(model: str) -> str:
 _FORMAT = re.compile(r"(\.gguf|\.safetensors)$")
 
 
-def _capabilities(max_model_len: int | None) -> Capabilities:
+def _capabilities(max_model_len: int | None, *, generates: bool = True, embeds: bool = False) -> Capabilities:
     return Capabilities(
-        token_prompts=True, logprobs=True, seed=True, tokenize=True, max_model_len=max_model_len, own_queue=True
+        chat=generates,
+        completions=generates,
+        embeddings=embeds,
+        token_prompts=True,
+        logprobs=True,
+        seed=True,
+        tokenize=True,
+        max_model_len=max_model_len,
+        own_queue=True,
     )
 
 

@@ -60,6 +60,7 @@ def random_texts(count: int) -> Iterator[str]:
 # --- llama.cpp's vocabularies
 
 VOCABULARIES = (
+    "bert-bge",
     "command-r",
     "deepseek-coder",
     "deepseek-llm",
