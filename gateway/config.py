@@ -77,6 +77,15 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: Annotated[str | None, _doc("The name clients use. Default: made from the model's own name.")] = (
         None
     )
+    aliases: Annotated[tuple[str, ...], _doc("Further names that clients may use (file only).")] = ()
+    replicas: Annotated[Count, _doc("How many independent backends serve it, each with memory of its own.")] = 1
+    routing: Annotated[
+        str, _doc("Which of several replicas gets a request: least_loaded, or prefix to keep like prompts together.")
+    ] = "least_loaded"
+    fallback: Annotated[
+        tuple[str, ...],
+        _doc("Models that answer, in this order, when it is unavailable, overloaded or did not start (file only)."),
+    ] = ()
     dtype: Annotated[str, _doc("Type of weights and activations: auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, _doc("Where to compute: auto, cpu or cuda.")] = "auto"
     max_model_len: Annotated[

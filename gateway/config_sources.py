@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings, check_exposure
 
-FILE_ONLY = frozenset({"models", "options"})
+FILE_ONLY = frozenset({"models", "options", "aliases", "fallback"})
 LISTS = frozenset({"allowed_origins", "plugins"})
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)

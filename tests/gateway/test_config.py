@@ -243,7 +243,7 @@ def test_other_addresses_need_a_key_or_a_word(host: str) -> None:
 def test_model_settings_are_the_engines_own_names_types_and_defaults() -> None:
     ours = {field.name: field for field in msgspec.structs.fields(ModelSettings)}
     engine = {field.name: field for field in dataclasses.fields(EngineConfig)}
-    assert set(ours) - set(engine) == {"backend", "options"}
+    assert set(ours) - set(engine) == {"backend", "options", "aliases", "replicas", "routing", "fallback"}
     for name in ("executor", "executor_options"):  # who computes is the plugin's choice, not the operator's
         del engine[name]
     assert set(engine) <= set(ours)
