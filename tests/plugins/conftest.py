@@ -29,3 +29,9 @@ def wire() -> ModuleType:
 def gateway_tests() -> ModuleType:
     """The gateway tests' helpers: a scripted backend, and a real server in front of any backend."""
     return _load(Path(__file__).parent.parent / "gateway" / "conftest.py")
+
+
+@pytest.fixture(scope="session")
+def trtllm() -> ModuleType:
+    """fake_tensorrt_llm.py: a stand-in for tensorrt_llm that knows what the contract names."""
+    return _load(Path(__file__).with_name("fake_tensorrt_llm.py"))
