@@ -16,7 +16,7 @@ import pluggy
 
 from suimon.gateway import hookspecs
 
-BUILT_IN = ("suimon.plugins.native", "suimon.plugins.openai_remote", "suimon.plugins.echo")
+BUILT_IN = ("suimon.plugins.native", "suimon.plugins.tensorrt_llm", "suimon.plugins.openai_remote", "suimon.plugins.echo")
 GROUP = "suimon"  # of entry points; the value is a module
 ENVIRONMENT = "SUIMON_PLUGINS"  # comma-separated modules or entry-point names
 
