@@ -85,7 +85,7 @@ class SteppedBackend(Backend):
 
     async def start(self) -> None:
         """Load the model. Raises BackendUnavailable with what is wrong with it."""
-        with _translated_errors():
+        with translated_errors():
             ready = await self.client.start()
         self.capabilities = _capabilities(ready.max_model_len, generates=ready.generates, embeds=ready.embeds)
 
@@ -99,7 +99,7 @@ class SteppedBackend(Backend):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the engine's output as it comes; the request's last delta has the usage of all choices."""
         usage = _UsageCount(request.sampling.n)
-        with _translated_errors():
+        with translated_errors():
             async with aclosing(self.client.generate(engine_request(request))) as outputs:
                 async for output in outputs:
                     yield self._delta(output, usage.count(output))
@@ -109,7 +109,7 @@ class SteppedBackend(Backend):
         if request.dimensions is not None:
             message = f"the vectors of model {self.model_id!r} have one length, which cannot be chosen"
             raise InvalidRequest(message, param="dimensions")
-        with _translated_errors():
+        with translated_errors():
             outputs = await self.client.embed(request.inputs)
         return Embeddings(
             vectors=tuple(array("f", output.vector) for output in outputs),
@@ -117,11 +117,11 @@ class SteppedBackend(Backend):
         )
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        with _translated_errors():
+        with translated_errors():
             return await self.client.tokenize(engine_request(request, add_special_tokens=add_special_tokens))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        with _translated_errors():
+        with translated_errors():
             return await self.client.detokenize(token_ids)
 
     def load(self) -> Load:
@@ -247,7 +247,8 @@ def _capabilities(max_model_len: int | None, *, generates: bool = True, embeds: 
 
 
 @contextmanager
-def _translated_errors() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
+    """The engine library's errors leave as the gateway's."""
     try:
         yield
     except errors.EngineError as error:

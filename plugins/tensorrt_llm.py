@@ -44,8 +44,7 @@ from suimon.gateway.hookspecs import (
     Load,
     hookimpl,
 )
-from suimon.plugins.stepped import _translated_errors as translated_errors
-from suimon.plugins.stepped import engine_request, model_name
+from suimon.plugins.stepped import engine_request, model_name, translated_errors
 from suimon.plugins.tensorrt_llm_answer import Choice, answer, relative_priority, sampling_arguments
 from suimon.plugins.tensorrt_llm_options import (
     DEFAULT_CONCURRENCY,
