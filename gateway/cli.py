@@ -11,13 +11,10 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from suimon.gateway import chat, config_sources
 from suimon.gateway.config import ConfigError
-
-if TYPE_CHECKING:
-    from suimon.gateway.plugin_manager import PluginManager
 
 Run = Callable[[argparse.Namespace], int]
 Commands = Any  # argparse's _SubParsersAction, which has no public name
@@ -105,11 +102,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _check_config(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from suimon.gateway.plugin_manager import load_plugins
     from suimon.gateway.router import Router
-    from suimon.gateway.serve import load_named
 
     settings = config_sources.load_settings(arguments, os.environ)
-    Router(load_named(settings.plugins, settings.plugins_dir), max_queued=1).register_all(settings)
+    Router(load_plugins(settings.plugins, folder=settings.plugins_dir), max_queued=1).register_all(settings)
     shown = msgspec.to_builtins(settings) | {"api_keys": [key.name for key in settings.api_keys]}
     print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     return 0
@@ -120,28 +117,15 @@ def _plugins(arguments: argparse.Namespace) -> int:
 
     from suimon.gateway.plugin_manager import BUILT_IN, load_plugins
 
-    manager = load_plugins(arguments.plugins or ())
-    hidden = () if arguments.all else BUILT_IN
-    shown = [entry for entry in _described(manager) if entry["name"] not in hidden]
+    manager = load_plugins(arguments.plugins or (), folder=arguments.plugins_dir)
+    shown = [info for info in manager.infos() if arguments.all or info.name not in BUILT_IN]
     if arguments.hook:
-        shown = [entry for entry in shown if arguments.hook in entry["hooks"]]
+        known = ", ".join(sorted(vars(manager.hook)))
+        if not hasattr(manager.hook, arguments.hook):
+            raise ConfigError(f"there is no hook {arguments.hook!r}; the hooks are {known}")
+        shown = [info for info in shown if arguments.hook in info.hooks]
     print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     return 0
-
-
-def _described(manager: PluginManager) -> list[dict[str, Any]]:
-    """Name, version and hooks of every loaded plugin."""
-    from suimon.gateway.version import VERSION
-
-    versions = {plugin: distribution.version for plugin, distribution in manager.list_plugin_distinfo()}
-    return [
-        {
-            "name": name,
-            "version": versions.get(plugin, VERSION if name.startswith("suimon.") else None),
-            "hooks": sorted(caller.name for caller in manager.get_hookcallers(plugin) or ()),
-        }
-        for name, plugin in manager.list_name_plugin()
-    ]
 
 
 def _models(arguments: argparse.Namespace) -> int:
@@ -162,6 +146,8 @@ def _add_plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also the built-in ones")
     parser.add_argument("--hook", metavar="NAME", help="only those that implement this hook")
     parser.add_argument("--plugins", metavar="NAME", action="append", help="a module to load as well")
+    folder = os.environ.get("SUIMON_PLUGINS_DIR") or None
+    parser.add_argument("--plugins-dir", metavar="DIR", default=folder, help="a folder whose *.py are loaded as well")
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:

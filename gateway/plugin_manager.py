@@ -7,22 +7,43 @@ that cannot be loaded stops the start: a server that quietly lacks a backend, or
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import msgspec
 import pluggy
 
 from suimon.gateway import hookspecs
+from suimon.gateway.version import VERSION
 
-BUILT_IN = ("suimon.plugins.native", "suimon.plugins.tensorrt_llm", "suimon.plugins.openai_remote", "suimon.plugins.echo")
+BUILT_IN = (
+    "suimon.plugins.native",
+    "suimon.plugins.tensorrt_llm",
+    "suimon.plugins.openai_remote",
+    "suimon.plugins.echo",
+)
 GROUP = "suimon"  # of entry points; the value is a module
 ENVIRONMENT = "SUIMON_PLUGINS"  # comma-separated modules or entry-point names
 
 
 class PluginError(Exception):
     """A plugin cannot be loaded; the message names it, its distribution and what went wrong."""
+
+
+class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to know of a loaded plugin. ``version`` is its distribution's; a loose module has neither."""
+
+    name: str
+    version: str | None
+    distribution: str | None
+    hooks: tuple[str, ...]
 
 
 class PluginManager(pluggy.PluginManager):
@@ -32,18 +53,50 @@ class PluginManager(pluggy.PluginManager):
         super().__init__(hookspecs.PROJECT)
         self.add_hookspecs(hookspecs.Hooks)
         self.named: list[Any] = []
+        self._points: dict[str, EntryPoint] = {}
 
-    def load(self, name: str, *, named: bool = False, point: EntryPoint | None = None) -> None:
+    def load(
+        self,
+        name: str,
+        *,
+        named: bool = False,
+        point: EntryPoint | None = None,
+        find: Callable[[str], Any] = importlib.import_module,
+    ) -> None:
         """Import module ``name`` and register it, once. Raises PluginError."""
         plugin = self.get_plugin(name)
         if plugin is None:
             try:
-                plugin = importlib.import_module(name) if point is None else point.load()
+                plugin = find(name) if point is None else point.load()
                 self.register(plugin, name)
             except Exception as error:
                 raise PluginError(f"plugin {_origin(name, point)} cannot be loaded: {describe(error)}") from error
+        if point is not None:
+            self._points[name] = point
         if named and plugin not in self.named:
             self.named.append(plugin)
+
+    def load_folder(self, folder: Path) -> None:
+        """Load every ``*.py`` of ``folder`` that has no leading underscore, as named plugins. Raises PluginError."""
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # last: what a plugin has beside it must not replace what others import
+        importlib.invalidate_caches()
+        for file in sorted(folder.glob("[!_]*.py")):
+            self.load(file.stem, named=True, find=partial(_import_file, file))
+
+    def infos(self) -> list[PluginInfo]:
+        """What is loaded, in the order in which hooks are asked for their plugins' names."""
+        return [self._info(name, plugin) for name, plugin in self.list_name_plugin()]
+
+    def _info(self, name: str, plugin: Any) -> PluginInfo:
+        distribution = None if name not in self._points else self._points[name].dist
+        own = VERSION if name in BUILT_IN else None
+        return PluginInfo(
+            name=name,
+            version=own if distribution is None else distribution.version,
+            distribution=("suimon" if own else None) if distribution is None else distribution.name,
+            hooks=tuple(sorted(caller.name for caller in self.get_hookcallers(plugin) or ())),
+        )
 
     def check(self) -> None:
         """Raise PluginError if a plugin implements a hook that does not exist, or with other arguments."""
@@ -64,11 +117,23 @@ def _origin(name: str, point: EntryPoint | None) -> str:
     return f"{point.name!r} (module {point.value!r} of {point.dist.name} {point.dist.version})"
 
 
-def load_plugins(named: Iterable[str] = (), *, built_in: Iterable[str] = BUILT_IN) -> PluginManager:
-    """Load the built-in plugins, every installed one, and those in ``named`` and in SUIMON_PLUGINS.
+def _import_file(file: Path, name: str) -> ModuleType:
+    """The module in ``file``, under its own short name. Raises PluginError where another module has that name."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not Path(spec.origin).samefile(file):
+        raise PluginError(f"{file} has the name of another module: rename the file")
+    return importlib.import_module(name)
+
+
+def load_plugins(
+    named: Iterable[str] = (), *, folder: str | None = None, built_in: Iterable[str] = BUILT_IN
+) -> PluginManager:
+    """Load the built-in plugins, every installed one, those in ``named`` and SUIMON_PLUGINS, and all of ``folder``.
 
     A name is that of an entry point or of a module. Raises PluginError.
     """
+    if folder is not None and not Path(folder).is_dir():
+        raise PluginError(f"plugins_dir {folder}: is not a folder")
     manager = PluginManager()
     wanted = [*named, *(name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip())]
     installed = list(entry_points(group=GROUP))
@@ -79,5 +144,7 @@ def load_plugins(named: Iterable[str] = (), *, built_in: Iterable[str] = BUILT_I
     for name in wanted:
         if name not in {point.name for point in installed}:
             manager.load(name, named=True)
+    if folder is not None:
+        manager.load_folder(Path(folder).resolve())
     manager.check()
     return manager

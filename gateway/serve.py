@@ -10,13 +10,11 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import logs
-from suimon.gateway.config import ConfigError, Settings
+from suimon.gateway.config import Settings
 from suimon.gateway.plugin_manager import PluginManager, load_plugins
 from suimon.gateway.server import Server, base_url, listen
 
@@ -36,7 +34,7 @@ def serve(settings: Settings) -> int:
     logs.configure(settings.log_level, settings.log_format, access=settings.access_log)
     os.environ |= {"SUIMON_LOG_LEVEL": settings.log_level, "SUIMON_LOG_FORMAT": settings.log_format}  # for the engines
     with listen(settings.host, settings.port) as listener:
-        plugins = load_named(settings.plugins, settings.plugins_dir)
+        plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
         if settings.trace_plugins:
             _trace(plugins)
         return asyncio.run(_serve(settings, plugins, listener, began))
@@ -72,17 +70,6 @@ def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
     noun = "model" if len(served) == 1 else "models"
     lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")
     return "\n".join(lines)
-
-
-def load_named(names: Sequence[str], folder: str | None = None) -> PluginManager:
-    """All plugins, those the operator named, and every ``*.py`` of ``folder``. Raises PluginError or ConfigError."""
-    if folder is None:
-        return load_plugins(names)
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"plugins_dir {folder}: is not a folder")
-    sys.path.insert(0, str(path.resolve()))
-    return load_plugins([*names, *(file.stem for file in sorted(path.glob("*.py")))])
 
 
 def _trace(plugins: PluginManager) -> None:
