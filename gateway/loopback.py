@@ -106,5 +106,7 @@ class _Registers:
 
     @hookimpl
     def register_backends(self, register: Any, settings: Settings) -> None:
+        wanted = {model.served_model_name for model in settings.models}
         for backend in self._backends:
-            register(backend)
+            if backend.model_id in wanted:
+                register(backend)
