@@ -12,13 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import openai
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from suimon.core_engine import tracing
 from suimon.gateway import hookspecs
 from suimon.gateway.config import ModelSettings, Settings
 from suimon.gateway.hookspecs import Delta, GenerateRequest, Message, SamplingParams, Usage
@@ -386,6 +391,30 @@ def test_an_engine_found_shut_down_is_unavailable(start: Callable[..., Service])
         service.chat(n=2)
     assert caught.value.status_code == 503
     assert service.running.request("GET", "/health/ready")[0] == 503
+
+
+# --- Traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_trace_from_the_client_to_the_tokens(
+    service: Service, gateway_tests: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(service.running.gateway.telemetry, "tracer", provider.get_tracer("test"))
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    service.chat(extra_headers={"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"})
+    gateway_tests.wait_until(lambda: len(exporter.get_finished_spans()) == 5, "the end of all spans")
+    spans = exporter.get_finished_spans()
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {trace_id}
+    names = {span.context.span_id: span.name for span in spans}
+    parents = {span.name: names.get(span.parent.span_id) for span in spans}
+    http = "POST /v1/chat/completions"
+    assert parents == {http: None, "chat tiny": http} | dict.fromkeys(("queue", "prefill", "decode"), "chat tiny")
+    phases = sorted((s for s in spans if s.name in ("queue", "prefill", "decode")), key=lambda span: span.start_time)
+    assert [span.name for span in phases] == ["queue", "prefill", "decode"]
+    assert all(one.end_time == other.start_time for one, other in pairwise(phases))
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
