@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_expected(error):
             raise  # ours, not the user's: the traceback is wanted
-        print(f"suimon: error: {error}", file=sys.stderr)
+        for line in str(error).splitlines() if isinstance(error, ConfigError) else [error]:
+            print(f"suimon: error: {line}", file=sys.stderr)
         return 1
 
 
@@ -94,19 +95,29 @@ def _add_plugin_commands(commands: Commands) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from suimon.gateway.hookspecs import InvalidRequest
     from suimon.gateway.serve import serve
 
-    return serve(config_sources.load_settings(arguments, os.environ))
+    settings = config_sources.load_settings(arguments, os.environ)
+    try:
+        return serve(settings)
+    except (ConfigError, InvalidRequest) as error:
+        from suimon.gateway.config_check import explained
+        from suimon.gateway.plugin_manager import load_plugins
+
+        plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
+        raise explained(error, settings, plugins, config_sources.config_path(arguments, os.environ)) from None
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from suimon.gateway.config_check import check_backends
     from suimon.gateway.plugin_manager import load_plugins
-    from suimon.gateway.router import Router
 
     settings = config_sources.load_settings(arguments, os.environ)
-    Router(load_plugins(settings.plugins, folder=settings.plugins_dir), max_queued=1).register_all(settings)
+    plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
+    check_backends(settings, plugins, config_sources.config_path(arguments, os.environ))
     shown = msgspec.to_builtins(settings) | {"api_keys": [key.name for key in settings.api_keys]}
     print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     return 0

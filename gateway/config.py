@@ -16,14 +16,15 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 KIB, MIB = 1024, 1024 * 1024
+LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message is one line that names the place, the key and the remedy."""
+    """The configuration is wrong; the message has a line for each mistake: the place, the key and the remedy."""
 
 
 def _doc(text: str, **how: Any) -> Meta:
-    """A field's meaning, and how it is written outside: its ``flag`` if named otherwise, ``unit="bytes"``."""
+    """A field's meaning and how it is written outside: ``flag`` if named otherwise, ``unit="bytes"``, ``choices``."""
     limits = {key: how.pop(key) for key in ("ge", "gt", "le") if key in how}
     return Meta(description=text, extra=how, **limits)
 
@@ -80,13 +81,23 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     aliases: Annotated[tuple[str, ...], _doc("Further names that clients may use (file only).")] = ()
     replicas: Annotated[Count, _doc("How many independent backends serve it, each with memory of its own.")] = 1
     routing: Annotated[
-        str, _doc("Which of several replicas gets a request: least_loaded, or prefix to keep like prompts together.")
+        str,
+        _doc(
+            "Which of several replicas gets a request: least_loaded, or prefix to keep like prompts together.",
+            choices=("least_loaded", "prefix"),
+        ),
     ] = "least_loaded"
     fallback: Annotated[
         tuple[str, ...],
         _doc("Models that answer, in this order, when it is unavailable, overloaded or did not start (file only)."),
     ] = ()
-    dtype: Annotated[str, _doc("Type of weights and activations: auto, float32, bfloat16 or float16.")] = "auto"
+    dtype: Annotated[
+        str,
+        _doc(
+            "Type of weights and activations: auto, float32, bfloat16 or float16.",
+            choices=("auto", "float32", "bfloat16", "float16"),
+        ),
+    ] = "auto"
     device: Annotated[str, _doc("Where to compute: auto, cpu or cuda.")] = "auto"
     max_model_len: Annotated[
         Count | None, _doc("Longest prompt plus output, in tokens. Default: the model's own, if memory allows.")
@@ -119,7 +130,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count, _doc("Most requests waiting in this model's engine before new ones are answered 429.")
     ] = 1024
     enable_prefix_caching: Annotated[bool, _doc("Reuse the KV cache of prompts that begin alike.")] = True
-    scheduling_policy: Annotated[str, _doc("Who goes first: fcfs or priority.", flag="--scheduling-policy")] = "fcfs"
+    scheduling_policy: Annotated[
+        str, _doc("Who goes first: fcfs or priority.", flag="--scheduling-policy", choices=("fcfs", "priority"))
+    ] = "fcfs"
     seed: Annotated[int, _doc("Seed of requests that bring none.")] = 0
     chat_template: Annotated[
         str | None, _doc("A Jinja chat template, or the path of one. Default: the model's own.")
@@ -178,8 +191,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             env="OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT",
         ),
     ] = False
-    log_level: Annotated[str, _doc("debug, info, warning or error.")] = "info"
-    log_format: Annotated[str, _doc("text (for people) or json (one object per line).")] = "text"
+    log_level: Annotated[str, _doc("debug, info, warning or error.", choices=LOG_LEVELS)] = "info"
+    log_format: Annotated[str, _doc("text (for people) or json (one object per line).", choices=LOG_FORMATS)] = "text"
     access_log: Annotated[bool, _doc("Log one line per request.")] = True
     plugins: Annotated[tuple[str, ...], _doc("Plugin modules to load beside the installed ones.")] = ()
     plugins_dir: Annotated[str | None, _doc("Folder whose `*.py` files are loaded as plugins.")] = None
@@ -189,8 +202,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = (ModelSettings(),)
 
     def __post_init__(self) -> None:
-        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
-        _one_of("log_format", self.log_format, ("text", "json"))
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

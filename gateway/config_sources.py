@@ -8,123 +8,15 @@ and what was expected.
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings, check_exposure
-
-FILE_ONLY = frozenset({"models", "options", "aliases", "fallback"})
-LISTS = frozenset({"allowed_origins", "plugins"})
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
-
-
-class Option(NamedTuple):
-    """One field as the outside sees it."""
-
-    name: str
-    type: Any  # the annotation, limits included
-    default: Any
-    doc: str
-    flag: str | None
-    env: str | None
-    alias: str | None  # a second variable, that a standard gives
-    is_bytes: bool
-
-
-def options(struct: type[msgspec.Struct]) -> dict[str, Option]:
-    """The options of Settings or ModelSettings, in the order of the fields."""
-    hints = get_type_hints(struct, include_extras=True)
-    fields = msgspec.structs.fields(struct)
-    return {field.name: _option(field.name, hints[field.name], field) for field in fields}
-
-
-def _option(name: str, hint: Any, field: msgspec.structs.FieldInfo) -> Option:
-    meta = next(item for item in get_args(hint) if isinstance(item, Meta) and item.description)
-    extra = meta.extra or {}
-    outside = name not in FILE_ONLY
-    flag = extra.get("flag", "--" + name.replace("_", "-")) if outside else None
-    env = f"SUIMON_{'API_KEY' if name == 'api_keys' else name.upper()}" if outside else None
-    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    return Option(
-        name, hint, default, meta.description or "", flag, env, extra.get("env"), extra.get("unit") == "bytes"
-    )
-
-
-GATEWAY = options(Settings)
-MODEL = options(ModelSettings)
-
-
-# --- Reading values ------------------------------------------------------------------------------------------
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``4GiB``, ``512M`` or ``1000``. Raises ValueError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"expected bytes such as 4GiB, 512MiB or 1000000, got {text!r}")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-
-
-def _convert(option: Option, value: Any, place: str, *, text: bool) -> Any:
-    """``value`` as the field's type; ``text``: it came as a string, from a flag or a variable."""
-    try:
-        if option.is_bytes and isinstance(value, str):
-            value = parse_size(value)
-        elif text and option.name in LISTS:
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        return msgspec.convert(value, option.type, strict=not text)
-    except (msgspec.ValidationError, ValueError) as error:
-        said = _plain(str(error)).replace("got str", f"got {value!r}") if text else _plain(str(error))
-        raise ConfigError(f"{place}: {said}") from None
-
-
-def _plain(message: str) -> str:
-    """msgspec's words without its path, which the place already gives."""
-    return message.split(" - at `")[0].replace("Expected", "expected", 1).replace("`", "")
-
-
-def from_file(path: str) -> dict[str, Any]:
-    """The settings in a TOML file, by field name; ``models`` is a tuple of dictionaries. Raises ConfigError."""
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
-    models = content.pop("models", None)
-    values = _from_table(content, GATEWAY, path, "")
-    if models is not None:
-        values["models"] = tuple(_from_models(models, path))
-    return values
-
-
-def _from_models(models: Any, path: str) -> Iterable[dict[str, Any]]:
-    if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
-        raise ConfigError(f"{path}: models: expected one or more [[models]] tables")
-    for index, table in enumerate(models):
-        yield _from_table(table, MODEL, path, f"models[{index}].")
-
-
-def _from_table(table: Mapping[str, Any], known: Mapping[str, Option], path: str, prefix: str) -> dict[str, Any]:
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{path}: unknown key {prefix + key!r}{_nearest(key, known)}")
-        values[key] = _convert(known[key], value, f"{path}: {prefix}{key}", text=False)
-    return values
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "; see docs/configuration.md for the known ones"
+from suimon.gateway.config_file import Mistakes, SettingsFile, check_names
+from suimon.gateway.config_options import GATEWAY, LISTS, MODEL, Option, from_text, shown, type_word
 
 
 def from_environment(environ: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
@@ -133,18 +25,8 @@ def from_environment(environ: Mapping[str, str], known: Mapping[str, Option]) ->
     for option in known.values():
         for variable in (option.alias, option.env):
             if variable and environ.get(variable):
-                values[option.name] = _from_text(option, [environ[variable]], variable)
+                values[option.name] = from_text(option, [environ[variable]], variable)
     return values
-
-
-def _from_text(option: Option, given: list[str], place: str) -> Any:
-    if any("\udc80" <= character <= "\udcff" for text in given for character in text):
-        raise ConfigError(f"{place}: is not text in this system's encoding (UTF-8, unless the locale says otherwise)")
-    if option.name == "api_keys":
-        if not all(given):
-            raise ConfigError(f"{place}: the key is empty")
-        return tuple(ApiKey(key=key) for key in given)
-    return _convert(option, given[0] if len(given) == 1 else ",".join(given), place, text=True)
 
 
 def read_key_file(path: str) -> tuple[ApiKey, ...]:
@@ -179,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
     assert option.flag is not None
-    text = f"{option.doc} (default: {_shown(option)})".replace("%", "%%")
+    text = f"{option.doc} (default: {shown(option)})".replace("%", "%%")
     common: dict[str, Any] = {"dest": option.name, "help": text, "default": argparse.SUPPRESS}
     if isinstance(option.default, bool):
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
@@ -190,7 +72,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 def _metavar(option: Option) -> str:
     if option.name in ("host", "port", "backend", "dtype", "device"):
         return option.name.upper()
-    return {"integer": "N", "number": "X", "bytes": "BYTES"}.get(_type_word(option), "TEXT")
+    return {"integer": "N", "number": "X", "bytes": "BYTES"}.get(type_word(option), "TEXT")
 
 
 def from_flags(arguments: argparse.Namespace, known: Mapping[str, Option]) -> dict[str, Any]:
@@ -204,7 +86,7 @@ def from_flags(arguments: argparse.Namespace, known: Mapping[str, Option]) -> di
         if option.name not in LISTS | {"api_keys"}:
             given = given[-1:]  # said twice, the last word counts
         place = "MODEL" if name == "model" else option.flag or name
-        values[name] = given[0] if isinstance(given[0], bool) else _from_text(option, given, place)
+        values[name] = given[0] if isinstance(given[0], bool) else from_text(option, given, place)
     return values
 
 
@@ -212,19 +94,41 @@ def from_flags(arguments: argparse.Namespace, known: Mapping[str, Option]) -> di
 
 
 def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """The settings of this call: file, environment and flags, checked. Raises ConfigError."""
-    path = getattr(arguments, "config", None) or environ.get("SUIMON_CONFIG")
-    values: dict[str, Any] = from_file(path) if path else {}
-    models = [dict(model) for model in values.pop("models", ({},))]
+    """The settings of this call: file, environment and flags, checked.
+
+    Raises ConfigError with one line for each mistake: all of the file's, and the first of the flags and variables.
+    """
+    mistakes = Mistakes()
+    path = config_path(arguments, environ)
+    file = SettingsFile(path, mistakes) if path else None
+    values, models = (dict(file.values), list(file.models)) if file else ({}, [{}])
     for source in (_environment(environ), lambda known: from_flags(arguments, known)):
-        values.update(source(GATEWAY))
-        _override_model(models, source(MODEL))
-    settings: Settings = _build(Settings, values | {"models": tuple(_build(ModelSettings, model) for model in models)})
-    if settings.api_key_file:
-        keys = settings.api_keys + read_key_file(settings.api_key_file)
-        settings = msgspec.structs.replace(settings, api_keys=keys)
-    check_exposure(settings)
+        with mistakes.noting("flags"):
+            values.update(source(GATEWAY))
+        with mistakes.noting():
+            _override_model(models, source(MODEL))
+    if file is not None and not mistakes.settings & {"served_model_name", "aliases", "models"}:
+        check_names(models, file)
+    settings = Settings(**values, models=tuple(ModelSettings(**model) for model in models))
+    with mistakes.noting("api_key_file"):
+        settings = _with_key_file(settings)
+    if not mistakes.settings & {"flags", "host", "api_keys", "api_key_file", "name", "key", "sha256"}:
+        with mistakes.noting():
+            check_exposure(settings)
+    mistakes.raise_any()
     return settings
+
+
+def config_path(arguments: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
+    """The file of settings that this call names, if any."""
+    return getattr(arguments, "config", None) or environ.get("SUIMON_CONFIG") or None
+
+
+def _with_key_file(settings: Settings) -> Settings:
+    if not settings.api_key_file:
+        return settings
+    keys = settings.api_keys + read_key_file(settings.api_key_file)
+    return msgspec.structs.replace(settings, api_keys=keys)
 
 
 def _environment(environ: Mapping[str, str]) -> Callable[[Mapping[str, Option]], dict[str, Any]]:
@@ -240,14 +144,7 @@ def _override_model(models: list[dict[str, Any]], values: Mapping[str, Any]) -> 
             f"configuration file serves {len(models)}: set {named.name} in its [[models]] table"
         )
     if values:
-        models[0].update(values)
-
-
-def _build(struct: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    try:
-        return struct(**values)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        models[0] = {**models[0], **values}
 
 
 # --- The page ------------------------------------------------------------------------------------------------
@@ -300,34 +197,9 @@ def _table(known: Iterable[Option]) -> str:
     for option in known:
         flag = f"`{option.flag}`" if option.flag and option.name != "model" else "`MODEL`" if option.flag else ""
         variables = ", ".join(f"`{variable}`" for variable in (option.env, option.alias) if variable)
-        kind = _type_word(option)
-        rows.append(f"| `{option.name}` | {kind} | {_shown(option)} | {flag} | {variables} | {option.doc} |")
+        kind = type_word(option)
+        rows.append(f"| `{option.name}` | {kind} | {shown(option)} | {flag} | {variables} | {option.doc} |")
     return "\n".join(rows)
-
-
-# The first of these names found in an annotation is its kind; bool before int, as the words do not overlap.
-_KINDS = {"bool": "yes/no", "int": "integer", "float": "number", "tuple": "list", "dict": "table", "str": "text"}
-
-
-def _type_word(option: Option) -> str:
-    if option.is_bytes:
-        return "bytes"
-    spelled = str(get_args(option.type)[0])
-    return next(word for kind, word in _KINDS.items() if kind in spelled)
-
-
-def _shown(option: Option) -> str:
-    """The default, as a person would write it."""
-    default = option.default
-    if default is None:
-        return "none" if option.name in ("api_key_file", "plugins_dir") else "auto"
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    if option.is_bytes:
-        return f"{default // 1024**2} MiB" if default % 1024**2 == 0 else f"{default // 1024} KiB"
-    if option.name == "models":
-        return "the demo model"
-    return f"{default:g}" if isinstance(default, float) else str(default or "none") if default != 0 else "0"
 
 
 if __name__ == "__main__":

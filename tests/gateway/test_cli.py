@@ -216,9 +216,15 @@ def test_a_backend_that_no_plugin_serves_is_named() -> None:
     ("models", "said"),
     [
         (('backend = "echo"', 'backend = "echo"'), "two backends serve the model 'echo'"),
-        (('backend = "absent"', 'backend = "echo"'), "the backends 'absent', 'echo'"),
-        (('backend = "echo"', "block_size = 17"), "block_size must be a power of two, got 17"),
-        (('dtype = "int3"\nserved_model_name = "small"',), "model 'small': dtype must be one of"),
+        (
+            ('backend = "absent"', 'backend = "echo"'),
+            ":2: models[0]: model 'the demo model': no loaded plugin serves the backend 'absent'",
+        ),
+        (
+            ('backend = "echo"', "block_size = 17"),
+            "models[1].block_size: model 'SmolLM2-135M-Instruct': block_size must be a power of two, got 17",
+        ),
+        (('dtype = "int3"\nserved_model_name = "small"',), "models[0].dtype: expected one of auto, float32"),
         (('backend = "echo"\noptions = { delay = "1" }',), "`delay`, a number of seconds"),
         (('backend = "echo"\noptions = { dealy = 1 }',), "'dealy'"),
     ],
