@@ -16,11 +16,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += [
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "plugins" / "README.md",
+    *sorted(ROOT.glob("contrib/**/README.md")),
+]
 WITH_TESTS = [ROOT / "docs" / "known-bugs.md", ROOT / "SECURITY.md"]
 NOT_BUILT = "not built yet: refused by name"
 
-by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def table_rows(page: Path, label: str) -> list[list[str]]:
