@@ -44,6 +44,11 @@ class Admission:
         self.running = 0
 
     @property
+    def is_queue(self) -> bool:
+        """Whether requests can wait here: not in front of a backend with a queue of its own."""
+        return not self._unlimited
+
+    @property
     def waiting(self) -> int:
         """Requests at the door."""
         return len(self._queue)

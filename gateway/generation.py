@@ -52,6 +52,8 @@ class Generator:
         served_as = served.backend.model_id
         with self._telemetry.generation(request, stream=stream, served_as=served_as) as observation:
             request = observation.request
+            if served.admission.is_queue:
+                observation.queued()
             async with served.admission.admit(request):
                 observation.admitted()
                 self._hook.request_started(request=request)

@@ -33,6 +33,7 @@ from suimon.gateway.hookspecs import (
     SamplingParams,
     Usage,
 )
+from suimon.gateway.queue_span import QueueSpan
 from suimon.gateway.token_latency import TokenLatency
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Observation:
         self._span = telemetry.tracer.start_span(
             f"{operation} {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
         )
+        self._queue = QueueSpan(telemetry.tracer, self._span)
         self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
         if self._span.is_recording():
             names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
@@ -156,8 +158,13 @@ class Observation:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.finish(error)
 
+    def queued(self) -> None:
+        """The request enters the gateway's own queue, which gets a span."""
+        self._queue.begin()
+
     def admitted(self) -> None:
         """The request left the gateway's own queue for the backend."""
+        self._queue.end()
         self._telemetry.queue_time.record(time.perf_counter() - self._started, self._attributes)
 
     def delta(self, delta: Delta) -> None:
@@ -183,6 +190,7 @@ class Observation:
         if self._ended:
             return
         self._ended = True
+        self._queue.end()
         elapsed = time.perf_counter() - self._started
         reason = self._reason(error)
         self._record(elapsed, reason, error)
@@ -240,6 +248,7 @@ class EmbeddingObservation:
         self._span = telemetry.tracer.start_span(
             f"embeddings {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
         )
+        self._queue = QueueSpan(telemetry.tracer, self._span)
         self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
         names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
         self._span.set_attributes(names | {semconv.RESPONSE_ID: request.request_id})
@@ -247,8 +256,13 @@ class EmbeddingObservation:
     def __enter__(self) -> EmbeddingObservation:
         return self
 
+    def queued(self) -> None:
+        """The request enters the gateway's own queue, which gets a span."""
+        self._queue.begin()
+
     def admitted(self) -> None:
         """The request left the gateway's own queue for the backend."""
+        self._queue.end()
         self._telemetry.queue_time.record(time.perf_counter() - self._started, self._attributes)
 
     def answered(self, answer: Embeddings) -> None:
@@ -258,6 +272,7 @@ class EmbeddingObservation:
         self._span.set_attribute(semconv.DIMENSIONS, len(answer.vectors[0]))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._queue.end()
         failed: dict[str, str] = {}
         reason = "stop"
         if error is not None:

@@ -29,7 +29,7 @@ from suimon.core_engine.prompts import PromptBuilder, load_text_side
 from suimon.core_engine.public_text import clean
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.sequence import Timing
-from suimon.core_engine.tracing import record_spans
+from suimon.core_engine.tracing import PHASES, record_spans
 from suimon.gateway.hookspecs import (
     Backend,
     BackendCrashed,
@@ -215,7 +215,8 @@ class TensorRTBackend(Backend):
                 choice.abort()
             self._choices.difference_update(choices)
             timing.finished = time.monotonic()
-            record_spans(request.trace_context, timing, {"suimon.request_id": request.request_id})
+            attributes = {"suimon.request_id": request.request_id}  # and no queue: that is the gateway's, and its span
+            record_spans(request.trace_context, timing, attributes, names=PHASES[1:])
 
     def _submit(
         self,

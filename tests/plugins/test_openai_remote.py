@@ -687,7 +687,7 @@ def test_one_trace_from_the_front_to_the_server_behind(serve, gateway_tests, mon
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     assert front.post("/v1/chat/completions", CHAT | {"model": "front"}, headers)[0] == 200
-    gateway_tests.wait_until(lambda: len(exporter.get_finished_spans()) == 5, "the end of all spans")
+    gateway_tests.wait_until(lambda: len(exporter.get_finished_spans()) == 7, "the end of all spans")
     spans = {span.context.span_id: span for span in exporter.get_finished_spans()}
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {trace_id}
     innermost = next(span for span in spans.values() if span.name == "chat echo")
@@ -702,6 +702,8 @@ def test_one_trace_from_the_front_to_the_server_behind(serve, gateway_tests, mon
         ("chat front", "INTERNAL"),
         ("POST /v1/chat/completions", "SERVER"),
     ]
+    queues = [span for span in spans.values() if span.name == "queue"]
+    assert {spans[span.parent.span_id].name for span in queues} == {"chat front", "chat echo"}
 
 
 class TestContract(BackendContract):

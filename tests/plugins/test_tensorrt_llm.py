@@ -414,7 +414,7 @@ def test_one_trace_from_the_client_to_the_tokens(
     assert parents == {http: None, "chat tiny": http} | dict.fromkeys(("queue", "prefill", "decode"), "chat tiny")
     phases = sorted((s for s in spans if s.name in ("queue", "prefill", "decode")), key=lambda span: span.start_time)
     assert [span.name for span in phases] == ["queue", "prefill", "decode"]
-    assert all(one.end_time == other.start_time for one, other in pairwise(phases))
+    assert all(one.end_time <= other.start_time for one, other in pairwise(phases))
 
 
 # --- Leaving ----------------------------------------------------------------------------------------------------------
