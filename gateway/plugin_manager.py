@@ -25,6 +25,7 @@ from suimon.gateway.version import VERSION
 
 BUILT_IN = (
     "suimon.plugins.native",
+    "suimon.plugins.llama_cpp",
     "suimon.plugins.tensorrt_llm",
     "suimon.plugins.openai_remote",
     "suimon.plugins.echo",
