@@ -432,6 +432,30 @@ async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterat
         slots.put(None)
 
 
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plugin says to a model whose ``backend`` is "auto": that it can serve it, or why it cannot.
+
+    The highest ``rank`` wins; 0 is a refusal. The built-in ones go by the ranks below. ``reason`` is one line that
+    operators see: what speaks for this backend, or against it.
+    """
+
+    SPARE: ClassVar[int] = 10  # when nothing better can
+    USUAL: ClassVar[int] = 20
+    FIRST: ClassVar[int] = 30  # the configuration speaks for it
+
+    backend: str
+    rank: int
+    reason: str
+
+    @property
+    def accepted(self) -> bool:
+        return self.rank > 0
+
+    @classmethod
+    def refusal(cls, backend: str, reason: str) -> Offer:
+        return cls(backend=backend, rank=0, reason=reason)
+
+
 # --- The hooks --------------------------------------------------------------------------------------------------------
 # Synchronous on purpose: pluggy would take an un-awaited coroutine for an answer. Asynchronous work belongs in Backend.
 # Arguments may be added, never removed.
@@ -443,6 +467,13 @@ class Hooks:
     @hookspec
     def register_backends(self, register: Callable[[Backend], None], settings: Settings) -> None:
         """Call ``register(backend)`` for each model this plugin serves under ``settings``. At start-up, once."""
+
+    @hookspec
+    def offer_model(self, model: ModelSettings) -> Offer | None:
+        """Say whether this plugin can serve a model whose ``backend`` is "auto"; None: nothing to say.
+
+        Must be quick: look at what lies on this machine, load and fetch nothing.
+        """
 
     @hookspec(firstresult=True)
     def route_request(self, request: GenerateRequest | EmbedRequest, backends: Mapping[str, Backend]) -> Backend | None:

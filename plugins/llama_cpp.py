@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from suimon.gateway.hookspecs import Backend, BackendUnavailable, InvalidRequest, hookimpl
+from suimon.core_engine.loader.recognise import gguf_file
+from suimon.gateway.hookspecs import Backend, BackendUnavailable, InvalidRequest, Offer, hookimpl
 from suimon.plugins.llama_cpp_options import OptionError, read_options
 from suimon.plugins.stepped import SteppedBackend
 
@@ -47,3 +48,17 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     for model in settings.models:
         if model.backend == "llama_cpp":
             register(LlamaCppBackend(model))
+
+
+@hookimpl
+def offer_model(model: ModelSettings) -> Offer:
+    """Take a GGUF file that nothing better takes, if the library is installed and the options are its own."""
+    if gguf_file(model.model) is None:
+        return Offer.refusal("llama_cpp", "is for GGUF files on this machine")
+    try:
+        read_options(model.options)
+    except OptionError as error:
+        return Offer.refusal("llama_cpp", str(error))
+    if find_spec("llama_cpp") is None:
+        return Offer.refusal("llama_cpp", f"llama-cpp-python is not installed: {INSTALL_HINT}")
+    return Offer(backend="llama_cpp", rank=Offer.SPARE, reason="llama.cpp runs GGUF files that nothing else takes")

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from suimon.core_engine.config import NATIVE_EXECUTOR
-from suimon.gateway.hookspecs import Backend, InvalidRequest, hookimpl
+from suimon.core_engine.errors import UnsupportedModelError
+from suimon.core_engine.loader.recognise import recognise
+from suimon.gateway.hookspecs import Backend, InvalidRequest, Offer, hookimpl
 from suimon.plugins.stepped import SteppedBackend
 
 if TYPE_CHECKING:
@@ -30,3 +32,15 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     for model in settings.models:
         if model.backend == "native":
             register(NativeBackend(model))
+
+
+@hookimpl
+def offer_model(model: ModelSettings) -> Offer:
+    """Take what the engine runs, and what is not on this machine yet; it chooses between CUDA and CPU by itself."""
+    if model.options:
+        return Offer.refusal("native", "has no options, and this model has some")
+    try:
+        what = recognise(model.model)
+    except UnsupportedModelError as error:
+        return Offer.refusal("native", str(error))
+    return Offer(backend="native", rank=Offer.USUAL, reason=f"the native engine runs {what}")

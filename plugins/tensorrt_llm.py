@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from suimon.gateway.hookspecs import (
     Health,
     InvalidRequest,
     Load,
+    Offer,
     hookimpl,
 )
 from suimon.plugins.stepped import engine_request, model_name, translated_errors
@@ -323,3 +325,17 @@ def register_backends(register: Callable[[Backend], None], settings: Settings) -
     for model in settings.models:
         if model.backend == "tensorrt_llm":
             register(TensorRTBackend(model))
+
+
+@hookimpl
+def offer_model(model: ModelSettings) -> Offer:
+    """Take a model that has options of TensorRT-LLM, before all others: they are how an operator asks for it."""
+    if not model.options:
+        return Offer.refusal("tensorrt_llm", "is chosen for models that have options of its own")
+    try:
+        read_options(model)
+    except InvalidRequest as error:
+        return Offer.refusal("tensorrt_llm", error.message)
+    if find_spec(PACKAGE) is None:
+        return Offer.refusal("tensorrt_llm", f"is not installed: {INSTALL_HINT}")
+    return Offer(backend="tensorrt_llm", rank=Offer.FIRST, reason="the model has options of TensorRT-LLM")
