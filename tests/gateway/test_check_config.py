@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -150,6 +151,24 @@ def test_wrong_flags_are_told_with_the_mistakes_of_the_file(tmp_path: Path) -> N
     first, second = result.stderr.splitlines()
     assert first.endswith(":1: prot: unknown key; did you mean 'port'?")
     assert second == "suimon: error: --header-timeout: expected float > 0.0"
+
+
+@pytest.mark.parametrize("uncommented", [False, True])
+def test_the_example_file_is_accepted_by_the_command(tmp_path: Path, uncommented: bool) -> None:
+    """As it is, and with every model that it keeps in comments."""
+    text = (Path(__file__).resolve().parents[2] / "deploy" / "suimon.example.toml").read_text(encoding="utf-8")
+    head, models = text.split("[[models]]", 1)
+    if uncommented:
+        models = re.sub(r"(?m)^# (\[|\w+ = (?!\"ELSEWHERE))", r"\1", models)
+    path = tmp_path / "suimon.toml"
+    path.write_text(f"{head}[[models]]{models}", encoding="utf-8")
+    result = suimon("check-config", "--config", str(path))
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = json.loads(result.stdout)["models"]
+    backends = ["native", "openai_remote"] + ["llama_cpp"] * uncommented
+    assert [model["backend"] for model in shown][: len(backends)] == backends
+    assert len(shown) == 2 + 2 * uncommented
+    assert (shown[0]["replicas"], shown[0]["routing"], shown[0]["fallback"]) == (2, "prefix", ["elsewhere"])
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------
