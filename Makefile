@@ -41,8 +41,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+CONTRIB := $(patsubst %/pyproject.toml,%,$(wildcard contrib/*/pyproject.toml))
+$(VENV)/.installed-test: $(VENV)/.installed $(CONTRIB:=/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,llama-cpp]'
+	$(BIN)/python -m pip install --quiet --no-deps $(addprefix --editable ./,$(CONTRIB))
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
