@@ -140,8 +140,11 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
         raise ChatError(f"--url {url}: {error}") from None
 
 
-def model_names(client: httpx.Client) -> list[str]:
-    """The models the server lists, at least one. Raises ChatError with the remedy when nothing answers."""
+def list_models(client: httpx.Client) -> list[dict[str, Any]]:
+    """The server's entries of its models, at least one, each with an ``id``.
+
+    Raises ChatError with the remedy when nothing answers.
+    """
     import httpx
 
     try:
@@ -156,18 +159,18 @@ def model_names(client: httpx.Client) -> list[str]:
     if response.status_code != 200:
         raise ChatError(_error_text(response.content, response.status_code))
     try:
-        names = [str(model["id"]) for model in response.json()["data"]]
+        models = [{**model, "id": str(model["id"])} for model in response.json()["data"]]
     except (ValueError, KeyError, TypeError):
         raise ChatError(f"what answers at {client.base_url} is not an OpenAI-compatible server") from None
-    if not names:
+    if not models:
         raise ChatError("the server lists no models yet")
-    return names
+    return models
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves; the exit status. Raises ChatError where there is nobody to talk to."""
     with connect(arguments.url, arguments.api_key) as client:
-        model = arguments.model or model_names(client)[0]
+        model = arguments.model or list_models(client)[0]["id"]
         conversation = Conversation(
             client,
             model,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from suimon.gateway import chat, config_sources
+from suimon.gateway import chat, config_sources, models_command
 from suimon.gateway.config import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
@@ -139,13 +139,6 @@ def _plugins(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _models(arguments: argparse.Namespace) -> int:
-    with chat.connect(arguments.url, arguments.api_key) as client:
-        for name in chat.model_names(client):
-            print(name)
-    return 0
-
-
 def _version(arguments: argparse.Namespace) -> int:
     from suimon.gateway.version import VERSION
 
@@ -168,7 +161,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Run, str]] = {
     "serve": (config_sources.add_flags, _serve, "Serve a model over HTTP."),
     "chat": (chat.add_flags, chat.run, "Talk to a server in the terminal."),
-    "models": (chat.add_server_flags, _models, "List the models that a server serves."),
+    "models": (models_command.add_flags, models_command.run, "Show what a server serves, where and why."),
     "plugins": (_add_plugins, _plugins, "List the loaded plugins as JSON."),
     "check-config": (config_sources.add_flags, _check_config, "Check the configuration and print the result as JSON."),
     "version": (_add_nothing, _version, "Print the version."),
