@@ -25,6 +25,7 @@ from suimon.gateway.embedding import Embedder
 from suimon.gateway.generation import Generator
 from suimon.gateway.openai.errors import INTERNAL, WireError, wire_error
 from suimon.gateway.plugin_manager import PluginManager
+from suimon.gateway.reload import Reloader
 from suimon.gateway.router import Router
 from suimon.gateway.routes import ROUTES
 from suimon.gateway.telemetry import Telemetry
@@ -51,27 +52,39 @@ class Gateway:
         hook = plugins.hook.authenticate
         ask = (lambda headers: hook(headers=headers)) if hook.get_hookimpls() else None
         self.authenticator = Authenticator(settings.api_keys, ask)
+        self.reloader = Reloader(self.router, settings)
         self._loading: list[asyncio.Task[None]] = []
         self._begun = asyncio.Event()
 
     async def start(self) -> None:
         """Begin to load every model, and return: the port answers health checks meanwhile."""
-        served = self.router.served
-        self._loading = [asyncio.create_task(each.start(), name=name) for name, each in served.items()]
+        self._loading = [asyncio.create_task(each.start(), name=name) for name, each in self.router.served.items()]
         for task in self._loading:
             task.add_done_callback(_log_failure)
         self._begun.set()
 
     async def loaded(self) -> None:
-        """Return when every model is loaded. Raises what the first that failed raised."""
+        """Return when every model has loaded or failed. Raises what the first that failed raised, if none has loaded.
+
+        A model that failed leaves the others serving: its own requests are answered 503, or by its fallback.
+        """
         await self._begun.wait()
-        await asyncio.gather(*self._loading)
+        results = await asyncio.gather(*self._loading, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and len(failures) == len(results):
+            raise failures[0]
+
+    async def reload(self, read: Callable[[], Settings]) -> None:
+        """Serve the models of the settings that ``read`` gives; what is wrong is logged, and changes nothing."""
+        await asyncio.gather(*self._loading, return_exceptions=True)
+        await self.reloader.reload(read)
 
     async def stop(self) -> None:
         """Stop what loads and release every backend."""
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
+        await self.reloader.stop()
         await asyncio.gather(*(served.stop() for served in self.router.served.values()))
         await asyncio.to_thread(self.telemetry.shutdown)
 

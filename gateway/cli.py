@@ -11,10 +11,13 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import chat, config_sources, models_command
 from suimon.gateway.config import ConfigError
+
+if TYPE_CHECKING:
+    from suimon.gateway.config import Settings
 
 Run = Callable[[argparse.Namespace], int]
 Commands = Any  # argparse's _SubParsersAction, which has no public name
@@ -98,9 +101,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from suimon.gateway.hookspecs import InvalidRequest
     from suimon.gateway.serve import serve
 
-    settings = config_sources.load_settings(arguments, os.environ)
+    def read() -> Settings:
+        return config_sources.load_settings(arguments, environ)
+
+    environ = dict(os.environ)  # as it was given: serving adds to it
+    settings = read()
     try:
-        return serve(settings)
+        return serve(settings, read)
     except (ConfigError, InvalidRequest) as error:
         from suimon.gateway.config_check import explained
         from suimon.gateway.plugin_manager import load_plugins

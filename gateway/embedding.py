@@ -28,7 +28,8 @@ class Embedder:
 
     async def embed(self, served: Served, request: EmbedRequest) -> Embeddings:
         """The backend's answer to a request that was routed to it. Raises BackendErrors only."""
-        with self._telemetry.embedding(request, served_as=served.backend.model_id) as observation:
+        observed = self._telemetry.embedding(request, served_as=served.backend.model_id)
+        with served.occupied(), observed as observation:
             if served.admission.is_queue:
                 observation.queued()
             async with served.admission.admit(observation.request):

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from suimon.gateway.hookspecs import (
     FINISH_REASONS,
@@ -28,6 +29,9 @@ from suimon.gateway.plugin_manager import PluginManager
 from suimon.gateway.router import Served
 from suimon.gateway.telemetry import Observation, Telemetry
 
+if TYPE_CHECKING:
+    from suimon.gateway.fallback import Detour
+
 log = logging.getLogger("suimon.gateway")
 
 Deltas = AsyncGenerator[Delta, None]
@@ -44,13 +48,16 @@ class Generator:
         self._hook = plugins.hook
         self._telemetry = telemetry
 
-    async def generate(self, served: Served, request: GenerateRequest, *, stream: bool) -> Deltas:
-        """The backend's deltas for a request that was routed to it.
+    async def generate(
+        self, served: Served, request: GenerateRequest, *, stream: bool, detour: Detour | None = None
+    ) -> Deltas:
+        """The backend's deltas for a request that was routed to it, by a ``detour`` if another was to answer it.
 
         Raises BackendErrors only: whatever else a backend raises is logged with its name and becomes a plain 500.
         """
         served_as = served.backend.model_id
-        with self._telemetry.generation(request, stream=stream, served_as=served_as) as observation:
+        observed = self._telemetry.generation(request, stream=stream, served_as=served_as, detour=detour)
+        with served.occupied(), observed as observation:
             request = observation.request
             if served.admission.is_queue:
                 observation.queued()

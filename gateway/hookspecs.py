@@ -389,6 +389,17 @@ def conversation_key(request: GenerateRequest) -> str:
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the backends that serve a model, and how busy it is, the gateway's own queue included.
+
+    ``number`` counts the model's replicas from 1 and stays theirs while others come and go.
+    """
+
+    number: int
+    backend: Backend
+    load: Load
+
+
 async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterator[Delta]:
     """Run a blocking generator in a thread of its own and yield what it yields, at the reader's pace.
 
@@ -466,7 +477,11 @@ class Hooks:
 
     @hookspec
     def register_backends(self, register: Callable[[Backend], None], settings: Settings) -> None:
-        """Call ``register(backend)`` for each model this plugin serves under ``settings``. At start-up, once."""
+        """Call ``register(backend)`` for the one model in ``settings.models``, if this plugin serves it.
+
+        Called for each replica of each configured model, at the start and for what a reload adds; and once with no
+        models, for a plugin that serves a model whatever is configured.
+        """
 
     @hookspec
     def offer_model(self, model: ModelSettings) -> Offer | None:
@@ -476,8 +491,19 @@ class Hooks:
         """
 
     @hookspec(firstresult=True)
-    def route_request(self, request: GenerateRequest | EmbedRequest, backends: Mapping[str, Backend]) -> Backend | None:
-        """Choose the backend for a request, or None to leave it to the next plugin. ``backends`` is by model name."""
+    def route_request(
+        self,
+        request: GenerateRequest | EmbedRequest,
+        backends: Mapping[str, Backend],
+        replicas: Sequence[Replica],
+        routing: str,
+    ) -> Backend | None:
+        """Choose the backend for a request, or None to leave it to the next plugin.
+
+        ``backends`` is by model name, further replicas under the name with a number (``name#2``). ``replicas`` are
+        those of the model that the request names which can answer, none if there is no such model; ``routing`` is how
+        that model's configuration wants one chosen.
+        """
 
     @hookspec(firstresult=True)
     def authenticate(self, headers: Mapping[str, str]) -> str | None:

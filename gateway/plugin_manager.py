@@ -29,6 +29,7 @@ BUILT_IN = (
     "suimon.plugins.tensorrt_llm",
     "suimon.plugins.openai_remote",
     "suimon.plugins.echo",
+    "suimon.plugins.routing",
 )
 GROUP = "suimon"  # of entry points; the value is a module
 ENVIRONMENT = "SUIMON_PLUGINS"  # comma-separated modules or entry-point names

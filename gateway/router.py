@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from suimon.gateway.admission import Admission
-from suimon.gateway.config import ConfigError
+from suimon.gateway.choosing import AUTO, choose
+from suimon.gateway.config import ConfigError, ModelSettings
 from suimon.gateway.hookspecs import (
     Backend,
     BackendUnavailable,
@@ -25,6 +27,7 @@ from suimon.gateway.hookspecs import (
     InvalidRequest,
     Load,
     ModelNotFound,
+    Replica,
     SamplingParams,
 )
 from suimon.gateway.plugin_manager import PluginManager
@@ -48,6 +51,7 @@ class Served:
         self.admission = Admission(backend.capabilities, max_queued=max_queued)
         self.started = False
         self.failure: BaseException | None = None
+        self.active = 0  # requests between their routing and their end
 
     async def start(self) -> None:
         """Load. Raises what the backend raised."""
@@ -57,6 +61,15 @@ class Served:
             self.failure = error
             raise
         self.started = True
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """While a request is with it, from its routing to its end."""
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
 
     async def stop(self) -> None:
         """Release everything; never raises."""
@@ -125,61 +138,162 @@ def _unsupported_inputs(can: Capabilities, request: EmbedRequest) -> Iterator[tu
         yield "input", "token ids"
 
 
+class ServedModel:
+    """A model as clients know it: its names, and the replicas that answer for it, one or more.
+
+    ``settings`` and ``backend``, the name of the plugin's, are None for a model that a plugin serves by itself,
+    whatever is configured; ``reason`` says why this backend.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[Served],
+        settings: ModelSettings | None = None,
+        *,
+        backend: str | None = None,
+        reason: str = "a plugin serves it",
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.reason = reason
+        self.replicas = tuple(replicas)
+        self.settings = settings
+        self.aliases = () if settings is None else settings.aliases
+        self.fallback = () if settings is None else settings.fallback
+        self.routing = "least_loaded" if settings is None else settings.routing
+
+    @property
+    def started(self) -> bool:
+        return any(replica.started for replica in self.replicas)
+
+    @property
+    def failed(self) -> bool:
+        """Whether none of its replicas started."""
+        return all(replica.failure is not None for replica in self.replicas)
+
+    async def state(self) -> str:
+        """Ready when one replica is; otherwise what the first says."""
+        states = [(await replica.health()).state for replica in self.replicas]
+        return "ready" if "ready" in states else states[0]
+
+    def usable(self) -> list[tuple[int, Served]]:
+        """The replicas that a request can go to, with their numbers: those that have started, or all if none has."""
+        numbered = list(enumerate(self.replicas, start=1))
+        return [(number, replica) for number, replica in numbered if replica.started] or numbered
+
+
 class Router:
-    """The served models. ``served`` and ``backends`` are by model name."""
+    """The served models, in the order of the configuration.
+
+    ``models`` is by name. ``served`` and ``backends`` hold every replica: the first under the model's name, the others
+    under the name with a number (``name#2``).
+    """
 
     def __init__(self, plugins: PluginManager, *, max_queued: int) -> None:
         self._plugins = plugins
         self._max_queued = max_queued
-        self.served: dict[str, Served] = {}
+        self.models: dict[str, ServedModel] = {}
+        self._aliases: dict[str, str] = {}
+
+    @property
+    def served(self) -> dict[str, Served]:
+        """Every replica of every model."""
+        return {
+            model.name if number == 1 else f"{model.name}#{number}": replica
+            for model in self.models.values()
+            for number, replica in enumerate(model.replicas, start=1)
+        }
 
     @property
     def backends(self) -> Mapping[str, Backend]:
-        """What hooks and gauges see."""
+        """What hooks see."""
         return {name: served.backend for name, served in self.served.items()}
 
+    # --- who is served
+
     def register_all(self, settings: Settings) -> None:
-        """Let every plugin register its backends, then put them in the order of the configuration.
+        """Let the plugins register what they serve by themselves, and a backend for each replica of each model.
 
         Raises ConfigError where a name is taken, or a configured model is served by none; and what a plugin raises.
         """
-        self._plugins.hook.register_backends(register=self.register, settings=settings)
-        if not self.served or len(self.served) < len(settings.models):
-            wanted = ", ".join(repr(model.backend) for model in settings.models)
-            found = f"only {', '.join(map(repr, self.served))}" if self.served else "none of them"
-            raise ConfigError(
-                f"the configured models name the backends {wanted}, but the loaded plugins serve {found}: correct "
-                "`backend` (built in: 'native', 'echo'), or name the plugin that is missing in `plugins`"
-            )
-        self._arrange([model.served_model_name or model.model for model in settings.models])
+        own = [ServedModel(backend.model_id, [self._door(backend)]) for backend in self._registered(settings, None)]
+        models = settings.models
+        if own and models == (ModelSettings(),) and not self._is_served(settings, models[0], len(own)):
+            models = ()  # nobody asked for the demo model, and it is not there: the plugins' own will do
+        configured = self.build(settings, models, {model.name for model in own})
+        self.replace([*configured, *own])
 
-    def _arrange(self, names: list[str]) -> None:
-        """Plugins come in an order of their own, but whoever does not choose is served the first model."""
-        places = {name: place for place, name in enumerate(names) if name in self.served}
-        others = [place for place, name in enumerate(names) if name not in self.served]
-        unnamed = (name for name in self.served if name not in places)
-        places |= {name: others.pop(0) if others else len(names) for name in unnamed}
-        self.served = {name: self.served[name] for name in sorted(self.served, key=places.__getitem__)}
+    def _is_served(self, settings: Settings, model: ModelSettings, num_own: int) -> bool:
+        chosen = choose(model, self._plugins)[0] if model.backend == AUTO else model
+        return len(self._registered(settings, chosen)) > num_own
 
-    def register(self, backend: Backend) -> None:
-        """Serve a backend under its ``model_id``. Raises ConfigError if that is taken."""
-        name = backend.model_id
-        if name in self.served:
-            raise ConfigError(f"two backends serve the model {name!r}: give one another served_model_name")
-        self.served[name] = Served(backend, self._max_queued)
+    def build(self, settings: Settings, models: Iterable[ModelSettings], own: Container[str]) -> list[ServedModel]:
+        """The served models of ``models``, not yet started. ``own`` are the names of what plugins serve unasked.
+
+        Raises ConfigError for a model that no plugin or that two serve, and what a plugin raises.
+        """
+        return [self._build(settings, model, own) for model in models]
+
+    def _build(self, settings: Settings, model: ModelSettings, own: Container[str]) -> ServedModel:
+        chosen, reason = choose(model, self._plugins) if model.backend == AUTO else (model, "as configured")
+        replicas: list[Backend] = []
+        for _ in range(model.replicas):
+            found = [each for each in self._registered(settings, chosen) if each.model_id not in own]
+            if len(found) != 1:
+                raise ConfigError(_miscounted(chosen, found))
+            replicas += found
+        doors = [self._door(backend) for backend in replicas]
+        return ServedModel(replicas[0].model_id, doors, model, backend=chosen.backend, reason=reason)
+
+    def _registered(self, settings: Settings, model: ModelSettings | None) -> list[Backend]:
+        found: list[Backend] = []
+        shown = msgspec.structs.replace(settings, models=() if model is None else (model,))
+        self._plugins.hook.register_backends(register=found.append, settings=shown)
+        return found
+
+    def _door(self, backend: Backend) -> Served:
+        return Served(backend, self._max_queued)
+
+    def replace(self, models: Iterable[ServedModel]) -> None:
+        """Serve these from now on. Raises ConfigError as ``check``, changing nothing."""
+        self.models, self._aliases = _index(models)
+
+    def check(self, models: Iterable[ServedModel]) -> None:
+        """Raise ConfigError where two models have one name or alias, or a fallback is none of them."""
+        _index(models)
+
+    # --- where requests go
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of exactly that name or alias. Raises ModelNotFound naming what is served."""
+        found = self.models.get(self._aliases.get(name or "", name or ""))
+        if found is not None:
+            return found
+        known = ", ".join(repr(each) for each in self.models) or "none"
+        said = f"The model {name[:200]!r} does not exist" if name else "No model was named"
+        raise ModelNotFound(f"{said}; served here: {known}.", param="model")
+
+    def chain(self, name: str) -> list[str]:
+        """The names to try for a request: the one it gives, then that model's fallbacks."""
+        model = self.models.get(self._aliases.get(name, name))
+        return [name, *(model.fallback if model is not None else ())]
 
     def find(self, model: str | None) -> Served:
-        """The backend of that exact name. Raises ModelNotFound naming what is served."""
-        served = self.served.get(model or "")
-        if served is not None:
-            return served
-        known = ", ".join(repr(name) for name in self.served) or "none"
-        said = f"The model {model[:200]!r} does not exist" if model else "No model was named"
-        raise ModelNotFound(f"{said}; served here: {known}.", param="model")
+        """The first replica of the model of that name. Raises ModelNotFound."""
+        return self.model(model).replicas[0]
 
     def route(self, request: GenerateRequest | EmbedRequest) -> Served:
         """The backend for a request, checked to honour it. Raises BackendErrors."""
-        chosen: Backend | None = self._plugins.hook.route_request(request=request, backends=self.backends)
+        named = self.models.get(self._aliases.get(request.model, request.model))
+        usable = [] if named is None else named.usable()
+        replicas = [Replica(number=number, backend=served.backend, load=served.load()) for number, served in usable]
+        chosen: Backend | None = self._plugins.hook.route_request(
+            request=request,
+            backends=self.backends,
+            replicas=replicas,
+            routing="least_loaded" if named is None else named.routing,
+        )
         served = self.find(request.model) if chosen is None else self._of(chosen)
         served.check(request)
         return served
@@ -189,3 +303,36 @@ class Router:
             if served.backend is backend:
                 return served
         raise RuntimeError(f"route_request answered a backend that is not registered: {backend!r}")
+
+
+def _index(models: Iterable[ServedModel]) -> tuple[dict[str, ServedModel], dict[str, str]]:
+    """The models by name, and the names that their aliases stand for."""
+    by_name: dict[str, ServedModel] = {}
+    aliases: dict[str, str] = {}
+    for model in models:
+        for name in (model.name, *model.aliases):
+            if name in by_name or name in aliases:
+                raise ConfigError(f"two backends serve the model {name!r}: give one another served_model_name or alias")
+            aliases[name] = model.name
+        del aliases[model.name]
+        by_name[model.name] = model
+    for model in by_name.values():
+        missing = [name for name in model.fallback if name not in by_name and name not in aliases]
+        if missing:
+            known = ", ".join(map(repr, by_name))
+            raise ConfigError(
+                f"model {model.name!r}: fallback {missing[0]!r} is not a served model; these are: {known}"
+            )
+    return by_name, aliases
+
+
+def _miscounted(model: ModelSettings, found: Sequence[Backend]) -> str:
+    name = model.served_model_name or model.model or "the demo model"
+    if not found:
+        return (
+            f"model {name!r}: no loaded plugin serves the backend {model.backend!r}: correct `backend` (built in: "
+            "'native', 'llama_cpp', 'tensorrt_llm', 'openai_remote', 'echo'), or name the plugin that is missing in "
+            "`plugins`"
+        )
+    names = ", ".join(repr(backend.model_id) for backend in found)
+    return f"model {name!r}: {len(found)} backends were registered for it ({names}); a model has one"

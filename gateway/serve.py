@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import logs
+from suimon.gateway.choosing import AUTO
 from suimon.gateway.config import Settings
 from suimon.gateway.plugin_manager import PluginManager, load_plugins
 from suimon.gateway.server import Server, base_url, listen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pluggy import HookImpl
 
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("suimon.serve")
 
 
-def serve(settings: Settings) -> int:
-    """Serve until a signal; the exit status. Raises ConfigError, PluginError, or what kept a model from loading."""
+def serve(settings: Settings, read: Callable[[], Settings] | None = None) -> int:
+    """Serve until a signal; the exit status. ``read`` gives the settings anew, for SIGHUP.
+
+    Raises ConfigError, PluginError, or what kept every model from loading.
+    """
     began = time.monotonic()
     logs.configure(settings.log_level, settings.log_format, access=settings.access_log)
     os.environ |= {"SUIMON_LOG_LEVEL": settings.log_level, "SUIMON_LOG_FORMAT": settings.log_format}  # for the engines
@@ -37,10 +42,16 @@ def serve(settings: Settings) -> int:
         plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
         if settings.trace_plugins:
             _trace(plugins)
-        return asyncio.run(_serve(settings, plugins, listener, began))
+        return asyncio.run(_serve(settings, plugins, listener, began, read))
 
 
-async def _serve(settings: Settings, plugins: PluginManager, listener: socket.socket, began: float) -> int:
+async def _serve(
+    settings: Settings,
+    plugins: PluginManager,
+    listener: socket.socket,
+    began: float,
+    read: Callable[[], Settings] | None,
+) -> int:
     from suimon.gateway.app import create_app
 
     app = create_app(settings, plugins)
@@ -52,7 +63,34 @@ async def _serve(settings: Settings, plugins: PluginManager, listener: socket.so
         _announce(_ready_lines(gateway, base_url(listener), time.monotonic() - began))
 
     server = Server(app, settings, listener=listener, drain=gateway.drain, telemetry=gateway.telemetry)
+    if read is not None:
+        _reload_on_hangup(gateway, server, read)
     return await server.run(loaded)
+
+
+def _reload_on_hangup(gateway: Gateway, server: Server, read: Callable[[], Settings]) -> None:
+    """SIGHUP means two things: read the configuration again, or, if our terminal was closed, leave."""
+    loop = asyncio.get_running_loop()
+    had_terminal = _has_terminal()
+    running: set[asyncio.Task[None]] = set()
+
+    def hang_up() -> None:
+        if had_terminal and not _has_terminal():
+            server.stop()
+            return
+        task = loop.create_task(gateway.reload(read))
+        running.add(task)  # the loop itself keeps no hold of it
+        task.add_done_callback(running.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _announce(lines: str) -> None:
@@ -64,9 +102,11 @@ def _announce(lines: str) -> None:
 
 
 def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
-    """What each backend chose, then the line that says where it is."""
-    served = gateway.router.served
-    lines = [f"{name}: {line}" for name, each in served.items() for line in each.backend.describe()]
+    """Why each backend, what it chose, then the line that says where it is."""
+    served = {name: each for name, each in gateway.router.served.items() if each.started}
+    models = gateway.router.models.values()
+    lines = [f"{model.name}: {model.backend} ({model.reason})" for model in models if model.reason.startswith(AUTO)]
+    lines += [f"{name}: {line}" for name, each in served.items() for line in each.backend.describe()]
     noun = "model" if len(served) == 1 else "models"
     lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -65,6 +65,7 @@ class EventStream:
         self._drain = drain
         self._keepalive = keepalive
         self._request_id = request_id
+        self.extra_headers: Mapping[str, str] = {}
         self._sender: asyncio.Future[Send] = asyncio.get_running_loop().create_future()
         self._first = asyncio.Event()  # the first event is there, or the generator ended without one
         self._pump = asyncio.create_task(self._run())
@@ -129,6 +130,7 @@ class EventStream:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # proxies would hold events back
+            *((name.encode(), value.encode()) for name, value in self.extra_headers.items()),
         ]
 
     async def _run(self) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from suimon.gateway.config import Settings
+    from suimon.gateway.fallback import Detour
 
 PROVIDER_NAME = "suimon"
 FLUSH_TIMEOUT = 1.0  # seconds that unsent telemetry may delay the end of the process
@@ -86,7 +87,9 @@ class Telemetry:
         """Make this the process's tracer provider, so that spans made elsewhere in it go the same way. Once."""
         trace.set_tracer_provider(self._providers.tracer)
 
-    def generation(self, request: GenerateRequest, *, stream: bool = False, served_as: str = "") -> Observation:
+    def generation(
+        self, request: GenerateRequest, *, stream: bool = False, served_as: str = "", detour: Detour | None = None
+    ) -> Observation:
         """Begin to observe one request that was routed; use as a context manager around its whole answer.
 
         ``served_as`` is the model that it was routed to, the one it names by default. Metrics count under this name:
@@ -94,7 +97,10 @@ class Telemetry:
         The span's parent is the current one. ``observation.request`` is the request with the trace context for the
         backend.
         """
-        return Observation(self, request, stream, served_as or request.model)
+        observation = Observation(self, request, stream, served_as or request.model)
+        if detour is not None:
+            observation.mark_detour(detour)
+        return observation
 
     def embedding(self, request: EmbedRequest, *, served_as: str = "") -> EmbeddingObservation:
         """The same of a request for embeddings."""
@@ -157,6 +163,10 @@ class Observation:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.finish(error)
+
+    def mark_detour(self, detour: Detour) -> None:
+        """Another model was asked for, and could not answer."""
+        self._span.set_attributes({semconv.FALLBACK_FROM: detour.model, semconv.FALLBACK_REASON: detour.reason})
 
     def queued(self) -> None:
         """The request enters the gateway's own queue, which gets a span."""

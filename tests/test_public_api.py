@@ -75,7 +75,7 @@ def fields(kind: type) -> dict[str, str]:
     annotations = inspect.get_annotations(kind)
     if issubclass(kind, msgspec.Struct):
         found = {each.name: each.default for each in msgspec.structs.fields(kind)}
-        return {name: f": {annotations[name]}{default(found[name])}" for name in annotations}
+        return {name: f": {annotations[name]}{default(found[name])}" for name in annotations if name in found}
     if dataclasses.is_dataclass(kind):
         given = {each.name: each.default for each in dataclasses.fields(kind)}
         return {name: f": {annotations[name]}{default(given[name])}" for name in annotations}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,9 @@ import msgspec
 from litestar import Request, Response, route
 from litestar.exceptions import InternalServerException
 
+from suimon.gateway import fallback
 from suimon.gateway.auth import cache_salt
+from suimon.gateway.fallback import Detour
 from suimon.gateway.generation import merge
 from suimon.gateway.hookspecs import Delta, GenerateRequest, InvalidRequest, Usage
 from suimon.gateway.openai.bodies import GenerationBody
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 JSON = "application/json"
 read = partial(route, http_method=("GET", "HEAD"))  # HEAD, which probes and `curl -I` send, is GET without its body
 DEADLINE_HEADER = "x-request-timeout-ms"
+FALLBACK_HEADER = "x-suimon-fallback"
 
 HttpRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -69,19 +72,28 @@ async def respond(
 ) -> Response[Any]:
     """Generate for every request and send the answer as the client wants it."""
     gateway = gateway_of(request)
-    deltas = merge([_generate(gateway, request, each, stream=body.stream) for each in requests])
+    detours: list[Detour] = []
+    deltas = merge([_generate(gateway, request, each, body.stream, detours.append) for each in requests])
     if body.stream:
         events = _events(answer, deltas, body)
         keepalive = gateway.settings.sse_keepalive_interval
         stream = EventStream(events, gateway.drain, keepalive=keepalive, request_id=answer.request_id)
         await stream.begin(request.receive)
+        stream.extra_headers = _detour_headers(detours)
         return stream.response()
     whole = _whole(answer, deltas, body.n, len(requests))
-    return json_response(await unless_gone(whole, request.receive, gateway.drain))
+    response = json_response(await unless_gone(whole, request.receive, gateway.drain))
+    response.headers.update(_detour_headers(detours))
+    return response
+
+
+def _detour_headers(detours: Sequence[Detour]) -> dict[str, str]:
+    """Of several prompts the first one's: they name one model."""
+    return {FALLBACK_HEADER: detours[0].header} if detours else {}
 
 
 def _generate(
-    gateway: Gateway, http: HttpRequest, request: GenerateRequest, *, stream: bool
+    gateway: Gateway, http: HttpRequest, request: GenerateRequest, stream: bool, took: Callable[[Detour], None]
 ) -> AsyncGenerator[Delta, None]:
     """Route one request; nothing runs until the generator is asked for its first item."""
     tenant = http.scope["state"].get("tenant", "")
@@ -92,7 +104,7 @@ def _generate(
         arrival=time.monotonic(),
         deadline=deadline_of(http),
     )
-    return gateway.generator.generate(gateway.router.route(request), request, stream=stream)
+    return fallback.generate(gateway.router, gateway.generator, request, stream=stream, took=took)
 
 
 def deadline_of(http: HttpRequest) -> float | None:

@@ -10,6 +10,7 @@ from suimon.gateway.auth import AUTH, PUBLIC
 from suimon.gateway.routes.common import gateway_of, json_response, read
 
 # What a process that is not ready says of itself, the most important first.
+_SERVING = ("ready", "degraded")
 _STATES = ("failed", "draining", "restarting", "loading")
 
 
@@ -21,32 +22,36 @@ async def live(request: Request[Any, Any, Any]) -> Response[bytes]:
 
 @read("/health/startup", opt={AUTH: PUBLIC})
 async def startup(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Whether every model has been loaded once."""
-    done = all(served.started for served in gateway_of(request).router.served.values())
+    """Whether every model has been loaded once, or cannot be, and one at least has."""
+    served = gateway_of(request).router.served.values()
+    done = all(each.started or each.failure for each in served) and any(each.started for each in served)
     return _tell("started" if done else "loading", ok=done)
 
 
 @read("/health/ready", opt={AUTH: PUBLIC})
 async def ready(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Whether to send requests here: every model is ready and the server is not draining."""
+    """Whether to send requests here: the server is not draining, all models have loaded or failed, and one is ready."""
     state = await _state(request)
-    return _tell(state, ok=state == "ready")
+    return _tell(state, ok=state in _SERVING)
 
 
 @read("/health", opt={AUTH: PUBLIC})
 async def health(request: Request[Any, Any, Any]) -> Response[bytes]:
     """The same as ready, under the name that other servers use."""
     state = await _state(request)
-    return _tell(state, ok=state == "ready")
+    return _tell(state, ok=state in _SERVING)
 
 
 async def _state(request: Request[Any, Any, Any]) -> str:
+    """``ready``, ``degraded`` when some models are not but others are, or what keeps the server from serving."""
     gateway = gateway_of(request)
-    states = {(await served.health()).state for served in gateway.router.served.values()}
+    states = {await model.state() for model in gateway.router.models.values()}
     if gateway.drain.draining:
-        states.add("draining")
-    not_ready = sorted(states - {"ready"}, key=lambda state: _STATES.index(state) if state in _STATES else 0)
-    return not_ready[0] if not_ready else "ready"
+        return "draining"
+    troubles = sorted(states - {"ready"}, key=lambda state: _STATES.index(state) if state in _STATES else 0)
+    if not troubles:
+        return "ready"
+    return "degraded" if "ready" in states and "loading" not in states else troubles[0]
 
 
 def _tell(state: str, *, ok: bool) -> Response[bytes]:

@@ -139,18 +139,62 @@ def test_two_backends_of_one_name_are_a_mistake(scripted: Any) -> None:
         create_app(Settings(), manager_with(backends=[scripted(), scripted()]))
 
 
+class ByConfiguration:
+    """A plugin that registers a scripted backend for each configured model of its own, and one that nobody asked for."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    @hookimpl
+    def register_backends(self, register: Any, settings: Settings) -> None:
+        for model in settings.models:
+            if model.backend == "scripted":
+                register(self.make(model_id=model.served_model_name or model.model))
+        register(self.make(model_id="unasked"))
+
+
+def configured(make: Any, *models: ModelSettings) -> Any:
+    return create_app(Settings(models=models), manager_with(ByConfiguration(make))).state.gateway.router
+
+
 def test_models_are_listed_in_the_order_of_the_configuration(scripted: Any) -> None:
-    """A client that does not choose takes the first; one model here has no name but its backend's own."""
-    models = (ModelSettings(backend="b", served_model_name="z"), ModelSettings(), ModelSettings(model="a"))
-    registered = [scripted(model_id=name) for name in ("a", "extra", "own", "z")]
-    app = create_app(Settings(models=models), manager_with(backends=registered))
-    assert list(app.state.gateway.router.served) == ["z", "extra", "a", "own"]
+    """A client that does not choose takes the first."""
+    models = [ModelSettings(backend="scripted", served_model_name="z"), ModelSettings(backend="scripted", model="a")]
+    assert list(configured(scripted, *models).served) == ["z", "a", "unasked"]
 
 
 def test_a_configured_model_that_nobody_serves_is_a_mistake(scripted: Any) -> None:
-    models = (ModelSettings(backend="absent"), ModelSettings(backend="scripted"))
-    with pytest.raises(ConfigError, match=r"'absent', 'scripted'.* serve only 'scripted'"):
-        create_app(Settings(models=models), manager_with(backends=[scripted()]))
+    models = (ModelSettings(backend="scripted", model="a"), ModelSettings(backend="absent", model="b"))
+    with pytest.raises(ConfigError, match="model 'b': no loaded plugin serves the backend 'absent'"):
+        configured(scripted, *models)
+
+
+def test_replicas_are_backends_of_their_own_and_one_model(scripted: Any) -> None:
+    router = configured(scripted, ModelSettings(backend="scripted", model="a", replicas=3))
+    assert list(router.served) == ["a", "a#2", "a#3", "unasked"]
+    assert len({id(each.backend) for each in router.served.values()}) == 4
+    assert list(router.models) == ["a", "unasked"]
+
+
+def test_an_alias_is_another_name_of_the_model(scripted: Any) -> None:
+    router = configured(scripted, ModelSettings(backend="scripted", model="a", aliases=("b", "c/d")))
+    assert router.model("c/d") is router.model("a")
+    assert list(router.models) == ["a", "unasked"]
+
+
+@pytest.mark.parametrize("aliases", [("y",), ("b", "b"), ("a",), ("unasked",)])
+def test_a_name_that_is_taken_twice_is_a_mistake(aliases: tuple[str, ...], scripted: Any) -> None:
+    models = [
+        ModelSettings(backend="scripted", model="a", aliases=aliases),
+        ModelSettings(backend="scripted", model="y"),
+    ]
+    with pytest.raises(ConfigError, match=f"two backends serve the model '{aliases[-1]}'"):
+        configured(scripted, *models)
+
+
+def test_a_fallback_that_is_not_served_is_a_mistake(scripted: Any) -> None:
+    with pytest.raises(ConfigError, match="model 'a': fallback 'nobody' is not a served model; these are: 'a'"):
+        configured(scripted, ModelSettings(backend="scripted", model="a", fallback=("nobody",)))
 
 
 # --- Loading ----------------------------------------------------------------------------------------------------------

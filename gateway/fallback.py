@@ -1,0 +1,77 @@
+"""A request's way past a model that cannot answer: the next of its fallbacks, as long as nothing has been said.
+
+Knows models' names and errors. Refuses to know HTTP; who tells the client about a detour is given one by ``took``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from suimon.gateway.generation import Generator
+from suimon.gateway.hookspecs import (
+    BackendCrashed,
+    BackendError,
+    BackendUnavailable,
+    Delta,
+    GenerateRequest,
+    InvalidRequest,
+    Overloaded,
+)
+from suimon.gateway.router import Router
+
+log = logging.getLogger("suimon.gateway")
+
+# What another model may answer instead; a request that is wrong is wrong everywhere.
+PASSABLE = (BackendUnavailable, Overloaded, BackendCrashed)
+
+
+class Detour(NamedTuple):
+    """``model`` was asked for and ``instead`` answered; ``reason`` is the code of what kept the first from it."""
+
+    model: str
+    instead: str
+    reason: str
+
+    @property
+    def header(self) -> str:
+        """The value of the response header ``X-Suimon-Fallback``; names are percent-encoded."""
+        return f"{quote(self.instead, safe='/:@')}; from={quote(self.model, safe='/:@')}; reason={self.reason}"
+
+
+async def generate(
+    router: Router, generator: Generator, request: GenerateRequest, *, stream: bool, took: Callable[[Detour], None]
+) -> AsyncGenerator[Delta, None]:
+    """The deltas of the model that the request names, or of the first of its fallbacks that begins an answer.
+
+    Raises what kept the first one, if none does; and whatever ends an answer that has begun.
+    """
+    failure: BackendError | None = None
+    for name in router.chain(request.model):
+        detour = None if failure is None else Detour(request.model, name, failure.code or "error")
+        attempt = request if detour is None else msgspec.structs.replace(request, model=name)
+        try:
+            deltas = generator.generate(router.route(attempt), attempt, stream=stream, detour=detour)
+            first = await anext(deltas)
+        except PASSABLE as error:
+            failure = failure or error
+            continue
+        except InvalidRequest:
+            if failure is None:
+                raise
+            continue  # this fallback lacks what the request needs
+        async with aclosing(deltas):
+            if detour is not None:
+                log.warning("model %r answers request %s for %r: %s", name, request.request_id, request.model, failure)
+                took(detour)
+            yield first
+            async for delta in deltas:
+                yield delta
+            return
+    assert failure is not None
+    raise failure

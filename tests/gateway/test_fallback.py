@@ -1,0 +1,228 @@
+"""Several backends: which replica gets a request, and who answers when a model cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from suimon.gateway.config import ModelSettings
+from suimon.gateway.hookspecs import (
+    BackendCrashed,
+    BackendUnavailable,
+    Delta,
+    GenerateRequest,
+    InvalidRequest,
+    Load,
+    Message,
+    Overloaded,
+    Replica,
+    hookimpl,
+)
+from suimon.plugins import routing
+
+BIG = ModelSettings(backend="scripted", model="big", fallback=("broken", "small"))
+
+
+class Scripted:
+    """Registers the given backends for the configured models of their names, replicas in their order."""
+
+    def __init__(self, *backends: Any) -> None:
+        self.waiting = list(backends)
+
+    @hookimpl
+    def register_backends(self, register: Any, settings: Any) -> None:
+        for model in settings.models:
+            found = next((each for each in self.waiting if each.model_id == model.model), None)
+            if found is not None:
+                self.waiting.remove(found)
+                register(found)
+
+
+@pytest.fixture
+def serve_models(serve: Any, scripted: Any) -> Any:
+    """``serve_models(models, *backends)``: a server with these models, and the routing rules."""
+
+    def start(models: Sequence[ModelSettings], *backends: Any, **settings: Any) -> Any:
+        unasked = scripted(model_id="unasked")
+        return serve(unasked, plugins=[Scripted(*backends), routing], models=tuple(models), **settings)
+
+    return start
+
+
+# --- Fallback ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trio(scripted: Any) -> Any:
+    return [scripted(model_id=name) for name in ("big", "broken", "small")]
+
+
+def models(*more: ModelSettings) -> list[ModelSettings]:
+    return [BIG, *(ModelSettings(backend="scripted", model=name) for name in ("broken", "small")), *more]
+
+
+def answer(response: tuple[int, Any, bytes]) -> tuple[int, str | None, str]:
+    """(status, fallback header, text or error code)."""
+    status, headers, raw = response
+    body = json.loads(raw)
+    said = body["choices"][0]["message"]["content"] if status == 200 else body["error"]["code"]
+    return status, headers.get("x-suimon-fallback"), said
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BackendUnavailable("down"), "backend_unavailable"),
+        (Overloaded("full", retry_after=3), "overloaded"),
+        (BackendCrashed("dead"), "backend_crashed"),
+    ],
+)
+def test_another_model_answers_what_one_cannot_and_the_client_is_told(
+    error: Exception, reason: str, serve_models: Any, trio: Any, tools: Any
+) -> None:
+    big, broken, small = trio
+    big.script, broken.script, small.script = [error], [BackendUnavailable("too")], tools.words("from", " small")
+    server = serve_models(models(), *trio)
+    body = tools.chat_body(model="big")
+    expected = f"small; from=big; reason={reason}"
+    assert answer(server.request("POST", "/v1/chat/completions", body)) == (200, expected, "from small")
+    status, headers, raw = server.request("POST", "/v1/chat/completions", tools.chat_body(model="big", stream=True))
+    assert (status, headers["x-suimon-fallback"]) == (200, expected)
+    assert raw.endswith(b"data: [DONE]\n\n")
+    assert b"error" not in raw
+    assert small.requests[-1].model == "small"
+    assert answer(server.request("POST", "/v1/chat/completions", tools.chat_body(model="small")))[1] is None
+
+
+def test_when_all_fail_the_first_ones_error_is_told(serve_models: Any, trio: Any, tools: Any) -> None:
+    big, broken, small = trio
+    big.script = [Overloaded("full", retry_after=7)]
+    broken.script = small.script = [BackendUnavailable("down")]
+    status, headers, raw = serve_models(models(), *trio).request(
+        "POST", "/v1/chat/completions", tools.chat_body(model="big")
+    )
+    assert (status, json.loads(raw)["error"]["code"], headers["retry-after"]) == (429, "overloaded", "7")
+
+
+def test_a_request_that_is_wrong_is_not_passed_on(serve_models: Any, trio: Any, tools: Any) -> None:
+    trio[0].script = [InvalidRequest("no", param="prompt")]
+    assert serve_models(models(), *trio).chat(model="big")[0] == 400
+    assert trio[1].requests == trio[2].requests == []
+
+
+def test_a_fallback_that_lacks_what_is_asked_is_passed_over(serve_models: Any, scripted: Any, tools: Any) -> None:
+    from suimon.gateway.hookspecs import Capabilities
+
+    big, small = scripted([BackendUnavailable("down")], model_id="big"), scripted(model_id="small")
+    broken = scripted(model_id="broken", capabilities=Capabilities(seed=False))
+    server = serve_models(models(), big, broken, small)
+    response = server.request("POST", "/v1/chat/completions", tools.chat_body(model="big", seed=3))
+    assert answer(response)[1] == "small; from=big; reason=backend_unavailable"
+    assert broken.requests == []
+
+
+def test_after_the_first_token_there_is_no_way_back(serve_models: Any, trio: Any, tools: Any) -> None:
+    trio[0].script = [Delta(text="begun", token_ids=(1,)), BackendUnavailable("down")]
+    status, headers, raw = serve_models(models(), *trio).request(
+        "POST", "/v1/chat/completions", tools.chat_body(model="big", stream=True)
+    )
+    assert (status, headers.get("x-suimon-fallback")) == (200, None)
+    assert b'"code":"backend_unavailable"' in raw
+    assert trio[1].requests == trio[2].requests == []
+
+
+def test_a_model_that_did_not_start_is_answered_for_and_the_others_serve(
+    serve_models: Any, trio: Any, tools: Any, scripted: Any
+) -> None:
+    trio[0].start_error = trio[1].start_error = OSError("gone")
+    server = serve_models(models(), *trio, ready=False)
+    served = server.gateway.router.served
+    tools.wait_until(lambda: served["big"].failure and served["broken"].failure and served["small"].started, "starts")
+    asyncio.run_coroutine_threadsafe(server.gateway.loaded(), server.loop).result(10)
+    response = server.request("POST", "/v1/chat/completions", tools.chat_body(model="big"))
+    assert answer(response) == (200, "small; from=big; reason=backend_unavailable", "Hello world")
+    assert server.chat(model="broken")[0] == 503
+    status, _, raw = server.request("GET", "/health/ready")
+    assert (status, raw) == (200, b'{"status":"degraded"}')
+    assert server.request("GET", "/health/startup")[0] == 200
+    listed = {each["id"]: each["suimon"] for each in json.loads(server.request("GET", "/v1/models")[2])["data"]}
+    assert (listed["big"]["state"], listed["small"]["state"]) == ("failed", "ready")
+    assert listed["big"]["fallback"] == ["broken", "small"]
+
+
+# --- Replicas ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_to_the_replica_with_the_fewest(serve_models: Any, scripted: Any, tools: Any) -> None:
+    twins = [scripted([tools.STALL], model_id="twin"), scripted(model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
+    body = tools.chat_body(model="twin")
+    stuck = threading.Thread(target=lambda: server.request("POST", "/v1/chat/completions", body), daemon=True)
+    stuck.start()
+    tools.wait_until(lambda: twins[0].running == 1, "the first request")
+    assert [server.chat(model="twin")[0] for _ in range(3)] == [200] * 3
+    assert (len(twins[0].requests), len(twins[1].requests)) == (1, 3)
+
+
+def test_a_replica_that_did_not_start_gets_nothing(serve_models: Any, scripted: Any, tools: Any) -> None:
+    twins = [scripted(model_id="twin"), scripted(model_id="twin")]
+    twins[0].start_error = OSError("gone")
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins, ready=False)
+    tools.wait_until(lambda: server.gateway.router.served["twin#2"].started, "the second one's start")
+    assert [server.chat(model="twin")[0] for _ in range(3)] == [200] * 3
+    assert twins[0].requests == []
+
+
+def test_an_alias_reaches_its_model(serve_models: Any, scripted: Any) -> None:
+    server = serve_models([ModelSettings(backend="scripted", model="a", aliases=("gpt-4o",))], scripted(model_id="a"))
+    status, body = server.chat(model="gpt-4o")
+    assert (status, body["model"]) == (200, "gpt-4o")
+    found = json.loads(server.request("GET", "/v1/models/gpt-4o")[2])
+    assert (found["id"], found["suimon"]["aliases"]) == ("a", ["gpt-4o"])
+
+
+def replicas(scripted: Any, *running: int) -> list[Replica]:
+    backends = [scripted(model_id="m") for _ in running]
+    loads = [Load(running=count) for count in running]
+    return [
+        Replica(number=i + 1, backend=b, load=load) for i, (b, load) in enumerate(zip(backends, loads, strict=True))
+    ]
+
+
+def chat(text: str) -> GenerateRequest:
+    messages = (Message(role="system", content="Be brief."), Message(role="user", content=text))
+    return GenerateRequest(request_id="r", model="m", messages=messages)
+
+
+def test_requests_that_begin_alike_go_to_one_replica(scripted: Any) -> None:
+    found = replicas(scripted, 0, 0, 0)
+    chosen = [routing.by_prefix(chat(f"question {i}"), found).number for i in range(60)]
+    assert chosen == [routing.by_prefix(chat(f"question {i}"), found).number for i in range(60)]
+    assert set(chosen) == {1, 2, 3}
+
+
+def test_a_replica_that_leaves_moves_only_its_own_share(scripted: Any) -> None:
+    found = replicas(scripted, 0, 0, 0)
+    for i in range(40):
+        before = routing.by_prefix(chat(str(i)), found).number
+        after = routing.by_prefix(chat(str(i)), [each for each in found if each.number != 2]).number
+        assert after == before or before == 2
+
+
+def test_a_prefix_that_everybody_has_does_not_drown_its_replica(scripted: Any) -> None:
+    home = routing.by_prefix(chat("hot"), replicas(scripted, 0, 0, 0)).number
+    loads = [0, 0, 0]
+    loads[home - 1] = 5
+    assert routing.by_prefix(chat("hot"), replicas(scripted, *loads)).number != home
+    loads = [4, 4, 4]
+    loads[home - 1] = 12
+    assert routing.by_prefix(chat("hot"), replicas(scripted, *loads)).number == home
+
+
+def test_without_replicas_nobody_is_chosen() -> None:
+    assert routing.route_request(chat("x"), [], "least_loaded") is None

@@ -1,0 +1,209 @@
+"""Other settings for a running server: what is added, replaced and taken away, and what a mistake changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from suimon.gateway.config import ConfigError, ModelSettings, Settings
+from suimon.gateway.hookspecs import hookimpl
+
+
+def model(name: str, **options: Any) -> ModelSettings:
+    return ModelSettings(backend="scripted", model=name, **options)
+
+
+class Factory:
+    """A plugin that makes a scripted backend for each model, and keeps them by name."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+        self.made: dict[str, list[Any]] = {}
+        self.broken: set[str] = set()
+
+    @hookimpl
+    def register_backends(self, register: Any, settings: Settings) -> None:
+        for each in settings.models:
+            if each.backend != "scripted":
+                continue
+            backend = self.make(model_id=each.model)
+            backend.start_error = OSError("no such file") if each.model in self.broken else None
+            self.made.setdefault(each.model, []).append(backend)
+            register(backend)
+
+
+@pytest.fixture
+def factory(scripted: Any) -> Factory:
+    return Factory(scripted)
+
+
+@pytest.fixture
+def reload(serve: Any, scripted: Any, factory: Factory) -> Any:
+    """A server with models a and b; calling the fixture brings it to other models and returns it."""
+    server = serve(scripted(model_id="unasked"), plugins=[factory], models=(model("a"), model("b")), drain_timeout=5.0)
+
+    def change(*models: ModelSettings | Exception) -> Any:
+        def read() -> Settings:
+            for each in models:
+                if isinstance(each, Exception):
+                    raise each
+            return Settings(models=models)  # type: ignore[arg-type]
+
+        asyncio.run_coroutine_threadsafe(server.gateway.reload(read), server.loop).result(20)
+        return server
+
+    change.server = server  # type: ignore[attr-defined]
+    return change
+
+
+def names(server: Any) -> list[str]:
+    return [each["id"] for each in json.loads(server.request("GET", "/v1/models")[2])["data"]]
+
+
+def test_models_come_and_go_and_the_others_do_not_notice(reload: Any, factory: Factory, tools: Any) -> None:
+    server = reload(model("c"), model("b"))
+    assert names(server) == ["c", "b", "unasked"]
+    assert server.chat(model="c")[0] == 200
+    assert server.chat(model="a")[0] == 404
+    tools.wait_until(lambda: factory.made["a"][0].stopped == 1, "the end of a")
+    assert [(len(made), made[0].stopped) for made in (factory.made["b"], factory.made["c"])] == [(1, 0), (1, 0)]
+
+
+def test_a_changed_model_is_replaced_by_one_that_has_started(reload: Any, factory: Factory, tools: Any) -> None:
+    server = reload(model("a", aliases=("x",)), model("b"))
+    first, second = factory.made["a"]
+    tools.wait_until(lambda: first.stopped == 1, "the end of the old one")
+    assert server.chat(model="x")[0] == 200
+    assert (len(first.requests), len(second.requests), second.stopped) == (0, 1, 0)
+
+
+def test_a_model_that_leaves_finishes_what_it_has(reload: Any, factory: Factory, tools: Any) -> None:
+    server, old = reload.server, factory.made["a"][0]
+    old.script = [*tools.words("one")[:1], 0.5, *tools.words("two")]
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(server.chat(model="a")))
+    asking.start()
+    tools.wait_until(lambda: old.running == 1, "the request")
+    reload(model("b"))
+    assert old.stopped == 0
+    asking.join(10)
+    status, body = answers[0]
+    assert (status, body["choices"][0]["message"]["content"]) == (200, "onetwo")
+    tools.wait_until(lambda: old.stopped == 1, "its end")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (ConfigError("suimon.toml:3: port: expected an integer"),),
+        (RuntimeError("a plugin's mistake"),),
+        (model("a"), model("a", max_num_seqs=3)),
+        (model("a"), model("c", fallback=("nobody",))),
+        (model("a"), ModelSettings(backend="absent", model="c")),
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_a_mistake_changes_nothing_and_is_logged(
+    wrong: Any, reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = reload(*wrong)
+    assert names(server) == ["a", "b", "unasked"]
+    assert [server.chat(model=name)[0] for name in ("a", "b")] == [200, 200]
+    assert [factory.made[name][0].stopped for name in ("a", "b")] == [0, 0]
+    assert "the configuration was not reloaded" in caplog.text
+
+
+def test_a_new_model_that_does_not_start_changes_nothing(
+    reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory.broken = {"c"}
+    server = reload(model("c"), model("d"))
+    assert names(server) == ["a", "b", "unasked"]
+    assert "model 'c' does not start: no such file" in caplog.text
+    assert [made[0].stopped for made in (factory.made["c"], factory.made["d"])] == [1, 1]
+    factory.broken = set()
+    assert names(reload(model("c"), model("d"))) == ["c", "d", "unasked"]
+
+
+def test_settings_that_need_a_restart_are_named(reload: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reload(model("a"), model("b"))
+    assert "no model changed" in caplog.text
+    assert "only a restart takes them: port, drain_timeout" in caplog.text
+
+
+def test_reloads_follow_one_another(reload: Any, factory: Factory, tools: Any) -> None:
+    server = reload.server
+    wanted = [Settings(models=(model("a"), model(f"m{i}"))) for i in range(4)]
+    running = [
+        asyncio.run_coroutine_threadsafe(server.gateway.reload(lambda found=found: found), server.loop)  # type: ignore[misc]
+        for found in wanted
+    ]
+    for each in running:
+        each.result(20)
+    assert names(server) == ["a", "m3", "unasked"]
+    tools.wait_until(lambda: all(factory.made[f"m{i}"][0].stopped == 1 for i in range(3)), "the ends")
+    assert factory.made["a"][0].stopped == 0
+
+
+# --- The real command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
+    """(URL, process, configuration file) of a real server of two echo models; its log is beside the file."""
+    path = tmp_path / "suimon.toml"
+    path.write_text(tables("one", "two"))
+    command = [sys.executable, "-m", "suimon.gateway.cli", "serve", "--config", str(path)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    found = next((m for line in process.stdout if (m := re.search(r"is ready: (http\S+)/v1", line))), None)
+    assert found is not None, (tmp_path / "log").read_text()
+    yield found[1], process, path
+    process.kill()
+    process.wait()
+
+
+def tables(*models: str) -> str:
+    return "port = 0\n" + "".join(f'[[models]]\nmodel = "{name}"\nbackend = "echo"\n' for name in models)
+
+
+def wait_for(path: Path, text: str) -> None:
+    until = time.monotonic() + 30
+    while text not in (path.parent / "log").read_text():
+        assert time.monotonic() < until, (path.parent / "log").read_text()
+        time.sleep(0.05)
+
+
+def listed(url: str) -> list[str]:
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return [each["id"] for each in json.load(answer)["data"]]
+
+
+def test_sighup_reads_the_file_again(served: tuple[str, subprocess.Popen[str], Path]) -> None:
+    url, process, path = served
+    path.write_text(tables("two", "three"))
+    os.kill(process.pid, signal.SIGHUP)
+    wait_for(path, "the configuration was reloaded: added three; removed one")
+    assert listed(url) == ["two", "three"]
+    path.write_text(tables("four").replace("backend", "bakend", 1))
+    os.kill(process.pid, signal.SIGHUP)
+    wait_for(path, "the configuration was not reloaded")
+    assert "bakend: unknown key; did you mean 'backend'?" in (path.parent / "log").read_text()
+    assert listed(url) == ["two", "three"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
