@@ -73,7 +73,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "model, SmolLM2-135M-Instruct."
         ),
     ] = ""
-    backend: Annotated[str, _doc("The backend plugin that serves it.")] = "native"
+    backend: Annotated[
+        str, _doc("The plugin that serves it; auto: the one that makes the best offer, native where it can.")
+    ] = "auto"
     options: Annotated[dict[str, Any], _doc("Options of another backend, passed to it as they are (file only).")] = {}
     served_model_name: Annotated[str | None, _doc("The name clients use. Default: made from the model's own name.")] = (
         None

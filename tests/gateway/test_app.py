@@ -140,7 +140,7 @@ def test_two_backends_of_one_name_are_a_mistake(scripted: Any) -> None:
 
 
 class ByConfiguration:
-    """A plugin that registers a scripted backend for each configured model of its own, and one that nobody asked for."""
+    """Registers a scripted backend for each configured model of its own, and one that nobody asked for."""
 
     def __init__(self, make: Any) -> None:
         self.make = make
