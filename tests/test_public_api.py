@@ -27,7 +27,7 @@ STABILITY = {
     "suimon.core_engine.batch": "beta",
 }
 BETA_NAMES = {"EmbedRequest", "Embeddings", "Replica", "Backend.embed", "Backend.prefix_key", "conversation_key"}
-BETA_NAMES |= {"Hooks.route_request"}
+BETA_NAMES |= {"Offer", "Hooks.offer_model", "Hooks.route_request"}
 
 
 def snapshot() -> str:
