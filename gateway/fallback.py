@@ -15,7 +15,6 @@ import msgspec
 
 from suimon.gateway.generation import Generator
 from suimon.gateway.hookspecs import (
-    BackendCrashed,
     BackendError,
     BackendUnavailable,
     Delta,
@@ -23,12 +22,13 @@ from suimon.gateway.hookspecs import (
     InvalidRequest,
     Overloaded,
 )
-from suimon.gateway.router import Router
+from suimon.gateway.router import Router, Served
 
 log = logging.getLogger("suimon.gateway")
 
-# What another model may answer instead; a request that is wrong is wrong everywhere.
-PASSABLE = (BackendUnavailable, Overloaded, BackendCrashed)
+# What another may answer instead. A request that is wrong is wrong everywhere, and one that crashed an engine is not
+# given the next one to crash.
+PASSABLE = (BackendUnavailable, Overloaded)
 
 
 class Detour(NamedTuple):
@@ -49,20 +49,26 @@ async def generate(
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of the model that the request names, or of the first of its fallbacks that begins an answer.
 
-    Raises what kept the first one, if none does; and whatever ends an answer that has begun.
+    Every replica of a model is asked before the next model. Raises what kept the first one, if none answers; and
+    whatever ends an answer that has begun.
     """
     failure: BackendError | None = None
+    tried: set[Served] = set()
     for name in router.chain(request.model):
-        detour = None if failure is None else Detour(request.model, name, failure.code or "error")
+        detour = (
+            None if name == request.model or failure is None else Detour(request.model, name, failure.code or "error")
+        )
         attempt = request if detour is None else msgspec.structs.replace(request, model=name)
         try:
-            deltas = generator.generate(router.route(attempt), attempt, stream=stream, detour=detour)
+            served = await router.route(attempt, tried)
+            tried.add(served)
+            deltas = generator.generate(served, attempt, stream=stream, detour=detour)
             first = await anext(deltas)
         except PASSABLE as error:
             failure = failure or error
             continue
         except InvalidRequest:
-            if failure is None:
+            if detour is None:
                 raise
             continue  # this fallback lacks what the request needs
         async with aclosing(deltas):

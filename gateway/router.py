@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ HEALTH_TIMEOUT = 1.0  # seconds; a backend is to answer from memory
 LOADING_RETRY_AFTER = 5.0  # seconds
 _DEFAULT_SAMPLING = SamplingParams()
 STOP_TIMEOUT = 6.0  # seconds that a backend may take to release everything
+AVOIDANCE = 5.0  # seconds for which a replica that was unavailable is not asked again, if there are others
 
 
 class Served:
@@ -52,6 +54,7 @@ class Served:
         self.started = False
         self.failure: BaseException | None = None
         self.active = 0  # requests between their routing and their end
+        self._avoided_until = 0.0  # time.monotonic()
 
     async def start(self) -> None:
         """Load. Raises what the backend raised."""
@@ -68,6 +71,9 @@ class Served:
         self.active += 1
         try:
             yield
+        except BackendUnavailable:
+            self._avoided_until = time.monotonic() + AVOIDANCE
+            raise
         finally:
             self.active -= 1
 
@@ -91,6 +97,10 @@ class Served:
         except Exception:
             log.exception("the backend of model %r cannot tell its health", self.backend.model_id)
             return Health(state="failed", detail="the backend cannot tell its health")
+
+    async def is_ready(self) -> bool:
+        """Whether it says so, and was not found unavailable a moment ago."""
+        return time.monotonic() >= self._avoided_until and (await self.health()).ready
 
     def load(self) -> Load:
         """How busy it is; what is running and waiting is counted at the door, where the backend has no queue."""
@@ -177,10 +187,16 @@ class ServedModel:
         states = [(await replica.health()).state for replica in self.replicas]
         return "ready" if "ready" in states else states[0]
 
-    def usable(self) -> list[tuple[int, Served]]:
-        """The replicas that a request can go to, with their numbers: those that have started, or all if none has."""
-        numbered = list(enumerate(self.replicas, start=1))
-        return [(number, replica) for number, replica in numbered if replica.started] or numbered
+    async def usable(self, tried: Container[Served]) -> list[tuple[int, Served]]:
+        """The replicas that a request can go to, with their numbers: of those not ``tried`` the ready ones.
+
+        If none is ready, those that have started, or all: whoever is asked says what is wrong.
+        """
+        numbered = [each for each in enumerate(self.replicas, start=1) if each[1] not in tried]
+        if len(numbered) < 2:
+            return numbered
+        ready = [each for each in numbered if await each[1].is_ready()]
+        return ready or [each for each in numbered if each[1].started] or numbered
 
 
 class Router:
@@ -275,18 +291,20 @@ class Router:
         raise ModelNotFound(f"{said}; served here: {known}.", param="model")
 
     def chain(self, name: str) -> list[str]:
-        """The names to try for a request: the one it gives, then that model's fallbacks."""
+        """The names to try for a request, once for each replica: the one it gives, then that model's fallbacks."""
         model = self.models.get(self._aliases.get(name, name))
-        return [name, *(model.fallback if model is not None else ())]
+        if model is None:
+            return [name]
+        return [each for each in (name, *model.fallback) for _ in self.model(each).replicas]
 
     def find(self, model: str | None) -> Served:
         """The first replica of the model of that name. Raises ModelNotFound."""
         return self.model(model).replicas[0]
 
-    def route(self, request: GenerateRequest | EmbedRequest) -> Served:
-        """The backend for a request, checked to honour it. Raises BackendErrors."""
+    async def route(self, request: GenerateRequest | EmbedRequest, tried: Container[Served] = ()) -> Served:
+        """The backend for a request, none of those ``tried``, and checked to honour it. Raises BackendErrors."""
         named = self.models.get(self._aliases.get(request.model, request.model))
-        usable = [] if named is None else named.usable()
+        usable = [] if named is None else await named.usable(tried)
         replicas = [Replica(number=number, backend=served.backend, load=served.load()) for number, served in usable]
         chosen: Backend | None = self._plugins.hook.route_request(
             request=request,
@@ -295,6 +313,8 @@ class Router:
             routing="least_loaded" if named is None else named.routing,
         )
         served = self.find(request.model) if chosen is None else self._of(chosen)
+        if served in tried:
+            raise BackendUnavailable(f"The model {request.model!r} is unavailable.", retry_after=LOADING_RETRY_AFTER)
         served.check(request)
         return served
 

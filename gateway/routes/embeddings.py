@@ -26,7 +26,7 @@ async def embeddings(request: Request[Any, Any, Any]) -> Response[bytes]:
     body = await read_body(request, EmbeddingsRequest)
     wanted = _of_client(request, embed_request(body, new_id(request, "embd-")))
     gateway = gateway_of(request)
-    work = gateway.embedder.embed(gateway.router.route(wanted), wanted)
+    work = gateway.embedder.embed(await gateway.router.route(wanted), wanted)
     answer = await unless_gone(work, request.receive, gateway.drain)
     entries = await _entries(answer, body.encoding_format)
     return json_response(embeddings_body(entries, wanted.model, answer.usage))

@@ -21,7 +21,7 @@ async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
     body = await read_body(request, TokenizeRequest)
     gateway = gateway_of(request)
     wanted = tokenize_request(body, new_id(request, "tokenize-"))
-    served = gateway.router.route(wanted)
+    served = await gateway.router.route(wanted)
     options = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
     work = served.backend.tokenize(wanted, **options)
     tokens = await unless_gone(work, request.receive, gateway.drain)
@@ -38,6 +38,6 @@ async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
         raise refused("tokens", "must be given")
     tokens = token_ids("tokens", body.tokens)
     wanted = GenerateRequest(request_id=new_id(request, "detokenize-"), model=body.model or "")
-    served = gateway.router.route(wanted)
+    served = await gateway.router.route(wanted)
     text = await unless_gone(served.backend.detokenize(tokens), request.receive, gateway.drain)
     return json_response({"prompt": text})

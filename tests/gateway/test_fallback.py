@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from suimon.gateway import router
 from suimon.gateway.config import ModelSettings
 from suimon.gateway.hookspecs import (
     BackendCrashed,
+    BackendError,
     BackendUnavailable,
     Delta,
     GenerateRequest,
+    Health,
     InvalidRequest,
     Load,
     Message,
@@ -79,7 +82,6 @@ def answer(response: tuple[int, Any, bytes]) -> tuple[int, str | None, str]:
     [
         (BackendUnavailable("down"), "backend_unavailable"),
         (Overloaded("full", retry_after=3), "overloaded"),
-        (BackendCrashed("dead"), "backend_crashed"),
     ],
 )
 def test_another_model_answers_what_one_cannot_and_the_client_is_told(
@@ -109,10 +111,15 @@ def test_when_all_fail_the_first_ones_error_is_told(serve_models: Any, trio: Any
     assert (status, json.loads(raw)["error"]["code"], headers["retry-after"]) == (429, "overloaded", "7")
 
 
-def test_a_request_that_is_wrong_is_not_passed_on(serve_models: Any, trio: Any, tools: Any) -> None:
-    trio[0].script = [InvalidRequest("no", param="prompt")]
-    assert serve_models(models(), *trio).chat(model="big")[0] == 400
-    assert trio[1].requests == trio[2].requests == []
+@pytest.mark.parametrize("error", [InvalidRequest("no", param="prompt"), BackendCrashed("it killed two engines")])
+def test_a_request_that_is_wrong_or_crashes_engines_is_not_passed_on(
+    error: BackendError, serve_models: Any, trio: Any, scripted: Any
+) -> None:
+    trio[0].script = [error]
+    twins = [scripted([error], model_id="twin"), scripted(model_id="twin")]
+    server = serve_models(models(ModelSettings(backend="scripted", model="twin", replicas=2)), *trio, *twins)
+    assert [server.chat(model=name)[0] for name in ("big", "twin")] == [error.status] * 2
+    assert trio[1].requests == trio[2].requests == twins[1].requests == []
 
 
 def test_a_fallback_that_lacks_what_is_asked_is_passed_over(serve_models: Any, scripted: Any, tools: Any) -> None:
@@ -176,6 +183,46 @@ def test_a_replica_that_did_not_start_gets_nothing(serve_models: Any, scripted: 
     tools.wait_until(lambda: server.gateway.router.served["twin#2"].started, "the second one's start")
     assert [server.chat(model="twin")[0] for _ in range(3)] == [200] * 3
     assert twins[0].requests == []
+
+
+@pytest.mark.parametrize("state", ["restarting", "failed", "loading"])
+def test_a_replica_that_says_it_is_not_ready_gets_nothing_while_another_is(
+    state: str, serve_models: Any, scripted: Any
+) -> None:
+    twins = [scripted(model_id="twin"), scripted(model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
+    twins[0].state = Health(state=state)
+    assert [server.chat(model="twin")[0] for _ in range(3)] == [200] * 3
+    assert (len(twins[0].requests), len(twins[1].requests)) == (0, 3)
+    assert server.request("GET", "/health/ready")[2] == b'{"status":"ready"}'
+    twins[1].state = Health(state=state)
+    assert server.chat(model="twin")[0] == 200  # whoever is asked says what is wrong: here nothing
+
+
+@pytest.mark.parametrize("error", [BackendUnavailable("gone"), Overloaded("full")])
+def test_what_one_replica_cannot_answer_another_does(
+    error: BackendError, serve_models: Any, scripted: Any, tools: Any
+) -> None:
+    twins = [scripted([error], model_id="twin"), scripted(tools.words("from", " two"), model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
+    response = server.request("POST", "/v1/chat/completions", tools.chat_body(model="twin"))
+    assert answer(response) == (200, None, "from two")
+    assert (len(twins[0].requests), len(twins[1].requests)) == (1, 1)
+
+
+def test_a_replica_found_unavailable_is_left_alone_for_a_while(
+    serve_models: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = [scripted([BackendUnavailable("gone")], model_id="twin"), scripted(model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
+    assert [server.chat(model="twin")[0] for _ in range(4)] == [200] * 4
+    assert len(twins[0].requests) == 1
+    monkeypatch.setattr(router, "AVOIDANCE", -1.0)
+    for twin in twins:
+        twin.script = [BackendUnavailable("gone")]
+    status, body = server.chat(model="twin")
+    assert (status, body["error"]["code"]) == (503, "backend_unavailable")
+    assert len(twins[1].requests) == 5
 
 
 def test_an_alias_reaches_its_model(serve_models: Any, scripted: Any) -> None:
