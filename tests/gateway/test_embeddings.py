@@ -312,12 +312,13 @@ def test_the_span_and_the_metrics(server: Any) -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     server.gateway.telemetry.tracer = provider.get_tracer("test")
     assert embed(server, "abc")[0] == 200
-    wait_until(lambda: len(exporter.get_finished_spans()) >= 2)
+    wait_until(lambda: len(exporter.get_finished_spans()) >= 3)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     span = spans["embeddings vectors"]
     http = spans["POST /v1/embeddings"]
     assert span.attributes is not None and span.parent is not None
     assert span.parent.span_id == http.context.span_id
+    assert spans["queue"].parent is not None and spans["queue"].parent.span_id == span.context.span_id
     assert span.attributes["gen_ai.operation.name"] == "embeddings"
     assert span.attributes["gen_ai.embeddings.dimension.count"] == 3
     assert span.attributes["gen_ai.usage.input_tokens"] == 3
