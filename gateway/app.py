@@ -77,6 +77,9 @@ class Gateway:
     async def reload(self, read: Callable[[], Settings]) -> None:
         """Serve the models of the settings that ``read`` gives; what is wrong is logged, and changes nothing."""
         await asyncio.gather(*self._loading, return_exceptions=True)
+        if self.drain.draining:
+            log.warning("the configuration was not reloaded: the server is stopping")
+            return
         await self.reloader.reload(read)
 
     async def stop(self) -> None:

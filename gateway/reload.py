@@ -2,7 +2,8 @@
 
 New models are loaded first and served only once they have started; what they replace, and what is gone, gets no new
 requests from then on, finishes those it has, and is stopped. A configuration that is wrong, or a new model that does
-not start, changes nothing that is served. Knows settings and models; refuses to know files and signals.
+not start, changes nothing that is served. A model whose names, fallbacks or routing change keeps its backends. Knows
+settings and models; refuses to know files and signals.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from suimon.gateway.config import ConfigError, Settings
+import msgspec
+
+from suimon.gateway.config import ConfigError, ModelSettings, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from suimon.gateway.router import Router, ServedModel
 
@@ -30,6 +33,7 @@ class Reloader:
         self._router = router
         self._settings = settings
         self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
 
@@ -37,46 +41,39 @@ class Reloader:
         """Read settings and serve their models. What is wrong with them is logged, and nothing changes."""
         async with self._lock:
             try:
-                await self._apply(read())
+                await self._apply(await asyncio.to_thread(read))
             except ConfigError as error:
-                log.error("the configuration was not reloaded: %s", error)
+                for line in str(error).splitlines():
+                    log.error("the configuration was not reloaded: %s", line)
             except Exception:
                 log.exception("the configuration was not reloaded")
 
     async def stop(self) -> None:
-        """Wait for no reload any more; what is still leaving is stopped at once."""
+        """End a reload that is going on; what it was loading, and what is still leaving, is stopped at once."""
         self._stopped = True
-        for task in self._leaving:
+        tasks = [*self._leaving, *([self._starting] if self._starting is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _apply(self, settings: Settings) -> None:
+        if self._stopped:
+            return
         old = self._router.models
-        kept = _kept(old.values(), settings)
+        kept = list(_kept(old.values(), settings))
         wanted = [each for each in settings.models if all(each != model.settings for model in kept)]
         own = {name: model for name, model in old.items() if model.settings is None}
         new = {model.name: model for model in self._router.build(settings, wanted, own)}
         served = [*kept, *new.values(), *own.values()]
         self._router.check(served)
-        await self._start(new)
-        if self._stopped:
-            await _stop(new.values())
-            return
+        self._starting = asyncio.create_task(_start(new))
+        await self._starting
         self._router.replace(_in_order(settings, served))
         self._say(settings, old, new)
         self._settings = settings
         for model in old.values():
-            if model not in served:
+            if not any(model.replicas == each.replicas for each in served):
                 self._dismiss(model)
-
-    async def _start(self, models: Mapping[str, ServedModel]) -> None:
-        """Load them all; if one does not start, none is left running. Raises ConfigError naming it."""
-        starts = {name: [replica.start() for replica in model.replicas] for name, model in models.items()}
-        results = await asyncio.gather(*(asyncio.gather(*each) for each in starts.values()), return_exceptions=True)
-        for name, result in zip(models, results, strict=True):
-            if isinstance(result, BaseException):
-                await _stop(models.values())
-                raise ConfigError(f"model {name!r} does not start: {result}") from result
 
     def _dismiss(self, model: ServedModel) -> None:
         """Let it finish what it has, then stop it."""
@@ -85,10 +82,13 @@ class Reloader:
         task.add_done_callback(self._leaving.discard)
 
     def _say(self, settings: Settings, old: Mapping[str, ServedModel], new: Mapping[str, ServedModel]) -> None:
-        gone = [name for name in old if name not in self._router.models]
-        added = [name for name in new if name not in old]
-        changed = [name for name in new if name in old]
-        changes = {"added": added, "replaced": changed, "removed": gone}
+        models = self._router.models
+        changes = {
+            "added": [name for name in new if name not in old],
+            "replaced": [name for name in new if name in old],
+            "updated": [name for name in old if name not in new and models.get(name, old[name]) is not old[name]],
+            "removed": [name for name in old if name not in models],
+        }
         parts = [f"{what} {', '.join(names)}" for what, names in changes.items() if names]
         log.info("the configuration was reloaded: %s", "; ".join(parts) or "no model changed")
         fixed = _changed_fields(self._settings, settings)
@@ -96,9 +96,35 @@ class Reloader:
             log.warning("these settings changed, but only a restart takes them: %s", ", ".join(fixed))
 
 
-def _kept(models: Iterable[ServedModel], settings: Settings) -> list[ServedModel]:
-    """The models whose settings are the same as before. One that never started is not: it is tried again."""
-    return [model for model in models if model.settings in settings.models and not model.failed]
+def _kept(models: Iterable[ServedModel], settings: Settings) -> Iterator[ServedModel]:
+    """The models whose backends stay as they are, with the names and rules that they have from now on.
+
+    One that never started is not among them: it is tried again.
+    """
+    wanted = {_backend_part(each): each for each in settings.models}
+    for model in models:
+        found = None if model.settings is None or model.failed else wanted.get(_backend_part(model.settings))
+        if found is not None:
+            yield model if model.settings == found else model.updated(found)
+
+
+def _backend_part(model: ModelSettings) -> bytes:
+    """What a backend is made from, to be compared: not how requests reach it."""
+    return msgspec.json.encode(msgspec.structs.replace(model, aliases=(), fallback=(), routing=""))
+
+
+async def _start(models: Mapping[str, ServedModel]) -> None:
+    """Load them all; if one does not start, none is left running. Raises ConfigError, a line for each that did not."""
+    replicas = [(name, replica) for name, model in models.items() for replica in model.replicas]
+    try:
+        results = await asyncio.gather(*(replica.start() for _, replica in replicas), return_exceptions=True)
+    except asyncio.CancelledError:
+        await _stop(models.values())
+        raise
+    failed = {name: result for (name, _), result in zip(replicas, results, strict=True) if result is not None}
+    if failed:
+        await _stop(models.values())
+        raise ConfigError("\n".join(f"model {name!r} does not start: {error}" for name, error in failed.items()))
 
 
 def _in_order(settings: Settings, models: Iterable[ServedModel]) -> list[ServedModel]:

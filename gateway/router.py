@@ -173,6 +173,10 @@ class ServedModel:
         self.fallback = () if settings is None else settings.fallback
         self.routing = "least_loaded" if settings is None else settings.routing
 
+    def updated(self, settings: ModelSettings) -> ServedModel:
+        """The same replicas under other aliases, fallbacks and routing."""
+        return ServedModel(self.name, self.replicas, settings, backend=self.backend, reason=self.reason)
+
     @property
     def started(self) -> bool:
         return any(replica.started for replica in self.replicas)

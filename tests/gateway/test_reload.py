@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from suimon.gateway.config import ConfigError, ModelSettings, Settings
-from suimon.gateway.hookspecs import hookimpl
+from suimon.gateway.hookspecs import BackendUnavailable, hookimpl
 
 
 def model(name: str, **options: Any) -> ModelSettings:
@@ -83,11 +83,26 @@ def test_models_come_and_go_and_the_others_do_not_notice(reload: Any, factory: F
 
 
 def test_a_changed_model_is_replaced_by_one_that_has_started(reload: Any, factory: Factory, tools: Any) -> None:
-    server = reload(model("a", aliases=("x",)), model("b"))
+    server = reload(model("a", seed=3), model("b"))
     first, second = factory.made["a"]
     tools.wait_until(lambda: first.stopped == 1, "the end of the old one")
-    assert server.chat(model="x")[0] == 200
+    assert server.chat(model="a")[0] == 200
     assert (len(first.requests), len(second.requests), second.stopped) == (0, 1, 0)
+
+
+def test_other_names_and_rules_leave_the_backend_as_it_is(
+    reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server = reload(model("a", aliases=("x",), fallback=("b",), routing="prefix"), model("b"))
+    assert "the configuration was reloaded: updated a" in caplog.text
+    assert server.chat(model="x")[0] == 200
+    (only,) = factory.made["a"]
+    assert (len(only.requests), only.stopped) == (1, 0)
+    only.script = [BackendUnavailable("down")]
+    assert server.chat(model="x")[0] == 200  # by its new fallback
+    assert len(factory.made["b"][0].requests) == 1
+    assert reload(model("a"), model("b")).chat(model="x")[0] == 404
 
 
 def test_a_model_that_leaves_finishes_what_it_has(reload: Any, factory: Factory, tools: Any) -> None:
@@ -129,11 +144,12 @@ def test_a_mistake_changes_nothing_and_is_logged(
 def test_a_new_model_that_does_not_start_changes_nothing(
     reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    factory.broken = {"c"}
-    server = reload(model("c"), model("d"))
+    factory.broken = {"c", "e"}
+    server = reload(model("c"), model("d"), model("e"))
     assert names(server) == ["a", "b", "unasked"]
-    assert "model 'c' does not start: no such file" in caplog.text
-    assert [made[0].stopped for made in (factory.made["c"], factory.made["d"])] == [1, 1]
+    mistakes = [record.message.rpartition("reloaded: ")[2] for record in caplog.records if record.levelname == "ERROR"]
+    assert mistakes == ["model 'c' does not start: no such file", "model 'e' does not start: no such file"]
+    assert [factory.made[name][0].stopped for name in "cde"] == [1, 1, 1]
     factory.broken = set()
     assert names(reload(model("c"), model("d"))) == ["c", "d", "unasked"]
 
@@ -157,6 +173,34 @@ def test_reloads_follow_one_another(reload: Any, factory: Factory, tools: Any) -
     assert names(server) == ["a", "m3", "unasked"]
     tools.wait_until(lambda: all(factory.made[f"m{i}"][0].stopped == 1 for i in range(3)), "the ends")
     assert factory.made["a"][0].stopped == 0
+
+
+def test_a_server_that_stops_ends_the_reload_and_what_it_was_loading(
+    reload: Any, factory: Factory, scripted: Any, tools: Any
+) -> None:
+    server = reload.server
+
+    def slow(**how: Any) -> Any:
+        backend = scripted(**how)
+        backend.startable.clear()  # it loads for ever
+        return backend
+
+    factory.make = slow
+    wanted = Settings(models=(model("a"), model("c")))
+    going_on = asyncio.run_coroutine_threadsafe(server.gateway.reload(lambda: wanted), server.loop)
+    tools.wait_until(lambda: "c" in factory.made, "the new backend")
+    assert server.chat(model="a")[0] == 200  # meanwhile
+    server.uvicorn.should_exit = True
+    tools.wait_until(going_on.done, "the end of the reload")
+    tools.wait_until(lambda: factory.made["a"][0].stopped == 1, "the end of the server")
+    assert (going_on.cancelled(), factory.made["c"][0].stopped) == (True, 1)
+
+
+def test_a_server_that_drains_reloads_nothing(reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture) -> None:
+    reload.server.gateway.drain.begin()
+    reload(model("c"))
+    assert "not reloaded: the server is stopping" in caplog.text
+    assert "c" not in factory.made
 
 
 # --- The real command -------------------------------------------------------------------------------------------------
@@ -205,5 +249,12 @@ def test_sighup_reads_the_file_again(served: tuple[str, subprocess.Popen[str], P
     wait_for(path, "the configuration was not reloaded")
     assert "bakend: unknown key; did you mean 'backend'?" in (path.parent / "log").read_text()
     assert listed(url) == ["two", "three"]
+    for name in ("five", "six", "seven"):  # in a row, each while the one before it may still be at work
+        whole = path.with_suffix(".new")
+        whole.write_text(tables("two", name))
+        whole.replace(path)
+        os.kill(process.pid, signal.SIGHUP)
+    wait_for(path, "added seven")
+    assert listed(url) == ["two", "seven"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
