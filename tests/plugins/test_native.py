@@ -354,6 +354,6 @@ def test_settings_become_the_engines_options_by_name() -> None:
 )
 def test_models_get_a_name_to_be_served_under(model_setting, name) -> None:
     registered: list[Any] = []
-    models = (ModelSettings(model=model_setting), ModelSettings(backend="echo"))
+    models = (ModelSettings(model=model_setting, backend="native"), ModelSettings(backend="echo"))
     native.register_backends(registered.append, Settings(models=models))
     assert [backend.model_id for backend in registered] == [name]
