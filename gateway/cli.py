@@ -10,7 +10,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import chat, config_sources, models_command
@@ -18,6 +18,7 @@ from suimon.gateway.config import ConfigError
 
 if TYPE_CHECKING:
     from suimon.gateway.config import Settings
+    from suimon.gateway.plugin_manager import PluginManager
 
 Run = Callable[[argparse.Namespace], int]
 Commands = Any  # argparse's _SubParsersAction, which has no public name
@@ -101,30 +102,55 @@ def _serve(arguments: argparse.Namespace) -> int:
     from suimon.gateway.hookspecs import InvalidRequest
     from suimon.gateway.serve import serve
 
-    def read() -> Settings:
-        return config_sources.load_settings(arguments, environ)
-
     environ = dict(os.environ)  # as it was given: serving adds to it
-    settings = read()
+    settings, path = _settings(arguments, environ), config_sources.config_path(arguments, environ)
+
+    def read_again(plugins: PluginManager) -> Settings:
+        from suimon.gateway.config_check import check_backends
+
+        changed = _settings(arguments, environ)
+        check_backends(changed, plugins, path)
+        return changed
+
     try:
-        return serve(settings, read)
+        return serve(settings, read_again)
     except (ConfigError, InvalidRequest) as error:
         from suimon.gateway.config_check import explained
-        from suimon.gateway.plugin_manager import load_plugins
 
-        plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
-        raise explained(error, settings, plugins, config_sources.config_path(arguments, os.environ)) from None
+        raise explained(error, settings, _plugins_of(settings), path) from None
+
+
+def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """The settings of this call. Raises ConfigError with every mistake in them, what plugins refuse included."""
+    from suimon.gateway.config_file import Mistakes
+
+    mistakes = Mistakes()
+    settings = config_sources.read_settings(arguments, environ, mistakes)
+    if mistakes:
+        from suimon.gateway.config_check import note_refusals
+        from suimon.gateway.plugin_manager import PluginError
+
+        try:
+            note_refusals(settings, _plugins_of(settings), config_sources.config_path(arguments, environ), mistakes)
+        except PluginError as error:
+            mistakes.add(str(error))
+    mistakes.raise_any()
+    return settings
+
+
+def _plugins_of(settings: Settings) -> PluginManager:
+    from suimon.gateway.plugin_manager import load_plugins
+
+    return load_plugins(settings.plugins, folder=settings.plugins_dir)
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from suimon.gateway.config_check import check_backends
-    from suimon.gateway.plugin_manager import load_plugins
 
-    settings = config_sources.load_settings(arguments, os.environ)
-    plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
-    check_backends(settings, plugins, config_sources.config_path(arguments, os.environ))
+    settings = _settings(arguments, os.environ)
+    check_backends(settings, _plugins_of(settings), config_sources.config_path(arguments, os.environ))
     shown = msgspec.to_builtins(settings) | {"api_keys": [key.name for key in settings.api_keys]}
     print(msgspec.json.format(msgspec.json.encode(shown)).decode())
     return 0

@@ -6,8 +6,7 @@ is registered by itself, in a gateway that is thrown away. Nothing is started.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +16,7 @@ from suimon.gateway.hookspecs import BackendError
 from suimon.gateway.router import Router
 
 if TYPE_CHECKING:
-    from suimon.gateway.config import Settings
+    from suimon.gateway.config import ModelSettings, Settings
     from suimon.gateway.plugin_manager import PluginManager
 
 REFUSALS = (ConfigError, BackendError)
@@ -36,19 +35,41 @@ def check_backends(settings: Settings, plugins: PluginManager, path: str | None)
 
 def explained(error: Exception, settings: Settings, plugins: PluginManager, path: str | None) -> Exception:
     """``error``, which registering raised, as a ConfigError with all those that it hid; itself where there are none."""
+    mistakes = Mistakes()
+    note_refusals(settings, plugins, path, mistakes)
+    try:
+        mistakes.raise_any()
+    except ConfigError as all_of_them:
+        return all_of_them
+    return error
+
+
+def note_refusals(settings: Settings, plugins: PluginManager, path: str | None, mistakes: Mistakes) -> None:
+    """Note what the plugins refuse of each model, the others and its names left aside.
+
+    Without a file there is one model, whose first error says all. A model whose backend, options or source are wrong
+    already is left out: what a plugin would say of the rest is noise.
+    """
     if path is None:
-        return error
+        return
     file = SettingsFile(path, Mistakes())
-    lines = [f"{file.place('models', *key)}: {said}" for key, said in _refused(settings, plugins)]
-    return ConfigError("\n".join(lines)) if lines else error
-
-
-def _refused(settings: Settings, plugins: PluginManager) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """(key of the model, what is said) for each model that cannot be registered by itself."""
     for index, model in enumerate(settings.models):
-        alone = msgspec.structs.replace(model, fallback=(), aliases=(), replicas=1)
-        try:
-            Router(plugins, max_queued=1).register_all(msgspec.structs.replace(settings, models=(alone,)))
-        except REFUSALS as error:
-            param = getattr(error, "param", None)
-            yield (index, *(param.split(".") if param else ())), str(error)
+        if any(key[:2] == ("models", index) and key[2:3] in _FOUNDATIONS for key in file.refused):
+            continue
+        refusal = _refusal(settings, model, plugins)
+        if refusal is not None:
+            param = getattr(refusal, "param", None)
+            key = ("models", index, *(param.split(".") if param else ()))
+            mistakes.add(f"{file.place(*key)}: {refusal}", line=file.line(*key))
+
+
+_FOUNDATIONS = (("backend",), ("options",), ("model",))
+
+
+def _refusal(settings: Settings, model: ModelSettings, plugins: PluginManager) -> Exception | None:
+    alone = msgspec.structs.replace(model, fallback=(), aliases=(), replicas=1)
+    try:
+        Router(plugins, max_queued=1).register_all(msgspec.structs.replace(settings, models=(alone,)))
+    except REFUSALS as error:
+        return error
+    return None

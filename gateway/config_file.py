@@ -44,6 +44,9 @@ class Mistakes:
         except ConfigError as error:
             self.add(str(error), setting=setting)
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def raise_any(self) -> None:
         """Raise one ConfigError with a line for each mistake, in the order of the file."""
         if self._found:
@@ -61,6 +64,7 @@ class SettingsFile:
         text = _read(path)
         self._lines = TomlLines(text)
         self._mistakes = mistakes
+        self.refused: set[tuple[str | int, ...]] = set()  # keys
         content = tomllib.loads(text)
         models = content.pop("models", [{}])
         self.values = self._table(content, GATEWAY, ())
@@ -68,12 +72,17 @@ class SettingsFile:
 
     def place(self, *key: str | int) -> str:
         """``FILE:LINE: models[1].dtype``."""
-        return f"{self.path}:{self._lines.of(key)}: {_spelled(key)}"
+        return f"{self.path}:{self.line(*key)}: {_spelled(key)}"
+
+    def line(self, *key: str | int) -> int:
+        """The line of ``key``, or of the nearest thing around it."""
+        return self._lines.of(key)
 
     def refuse(self, message: str, *key: str | int) -> None:
         """Note what is wrong with ``key``."""
+        self.refused.add(key)
         setting = str(next(part for part in key[::-1] if isinstance(part, str)))
-        self._mistakes.add(f"{self.place(*key)}: {message}", setting=setting, line=self._lines.of(key))
+        self._mistakes.add(f"{self.place(*key)}: {message}", setting=setting, line=self.line(*key))
 
     def _models(self, models: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):

@@ -99,6 +99,13 @@ def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     Raises ConfigError with one line for each mistake: all of the file's, and the first of the flags and variables.
     """
     mistakes = Mistakes()
+    settings = read_settings(arguments, environ, mistakes)
+    mistakes.raise_any()
+    return settings
+
+
+def read_settings(arguments: argparse.Namespace, environ: Mapping[str, str], mistakes: Mistakes) -> Settings:
+    """The same with what is wrong left out, and noted. Raises ConfigError for a file that cannot be read at all."""
     path = config_path(arguments, environ)
     file = SettingsFile(path, mistakes) if path else None
     values, models = (dict(file.values), list(file.models)) if file else ({}, [{}])
@@ -115,7 +122,6 @@ def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     if not mistakes.settings & {"flags", "host", "api_keys", "api_key_file", "name", "key", "sha256"}:
         with mistakes.noting():
             check_exposure(settings)
-    mistakes.raise_any()
     return settings
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("suimon.serve")
 
 
-def serve(settings: Settings, read: Callable[[], Settings] | None = None) -> int:
-    """Serve until a signal; the exit status. ``read`` gives the settings anew, for SIGHUP.
+def serve(settings: Settings, read: Callable[[PluginManager], Settings] | None = None) -> int:
+    """Serve until a signal; the exit status. ``read`` gives the settings anew, checked, for SIGHUP.
 
     Raises ConfigError, PluginError, or what kept every model from loading.
     """
@@ -50,7 +50,7 @@ async def _serve(
     plugins: PluginManager,
     listener: socket.socket,
     began: float,
-    read: Callable[[], Settings] | None,
+    read: Callable[[PluginManager], Settings] | None,
 ) -> int:
     from suimon.gateway.app import create_app
 
@@ -68,7 +68,7 @@ async def _serve(
     return await server.run(loaded)
 
 
-def _reload_on_hangup(gateway: Gateway, server: Server, read: Callable[[], Settings]) -> None:
+def _reload_on_hangup(gateway: Gateway, server: Server, read: Callable[[PluginManager], Settings]) -> None:
     """SIGHUP means two things: read the configuration again, or, if our terminal was closed, leave."""
     loop = asyncio.get_running_loop()
     had_terminal = _has_terminal()
@@ -78,7 +78,7 @@ def _reload_on_hangup(gateway: Gateway, server: Server, read: Callable[[], Setti
         if had_terminal and not _has_terminal():
             server.stop()
             return
-        task = loop.create_task(gateway.reload(read))
+        task = loop.create_task(gateway.reload(lambda: read(gateway.plugins)))
         running.add(task)  # the loop itself keeps no hold of it
         task.add_done_callback(running.discard)
 

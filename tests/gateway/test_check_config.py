@@ -79,6 +79,22 @@ def test_every_mistake_is_reported_at_once_with_line_key_and_remedy(tmp_path: Pa
     ]
 
 
+def test_what_plugins_refuse_is_told_with_what_is_wrong_by_itself(tmp_path: Path) -> None:
+    text = (
+        "prot = 1\n"
+        '[[models]]\nbackend = "native"\nblock_size = 17\ndtype = "int3"\n'
+        '[[models]]\nbackend = "echo"\noptions = 3\n'
+        '[[models]]\nbackend = "echo"\nserved_model_name = "e"\nfallback = ["nobody"]\noptions = {dealy = 1}\n'
+    )
+    unknown, block_size, dtype, options, fallback, dealy = mistakes(tmp_path, text)
+    assert unknown.startswith("1: prot: ")
+    assert block_size.startswith("4: models[0].block_size: ") and "a power of two, got 17" in block_size
+    assert dtype.startswith("5: models[0].dtype: ")
+    assert options.startswith("8: models[1].options: expected table, got 3")
+    assert fallback.startswith("12: models[2].fallback[0]: ")  # of which the registering says nothing more
+    assert dealy.startswith("13: models[2].options: ") and "'dealy'" in dealy
+
+
 def test_a_circle_of_fallbacks_is_spelled_out(tmp_path: Path) -> None:
     tables = [("a", "b"), ("b", "c"), ("c", "a"), ("d", "a"), ("e", "e")]
     text = "".join(f'[[models]]\nserved_model_name = "{name}"\nfallback = ["{other}"]\n' for name, other in tables)

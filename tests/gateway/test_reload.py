@@ -249,6 +249,13 @@ def test_sighup_reads_the_file_again(served: tuple[str, subprocess.Popen[str], P
     wait_for(path, "the configuration was not reloaded")
     assert "bakend: unknown key; did you mean 'backend'?" in (path.parent / "log").read_text()
     assert listed(url) == ["two", "three"]
+    path.write_text(tables("two", "four") + "options = {dealy = 1}\n[[models]]\nbackend = 'absent'\n")
+    os.kill(process.pid, signal.SIGHUP)
+    wait_for(path, "serves the backend 'absent'")
+    log = (path.parent / "log").read_text()
+    assert f"not reloaded: {path}:8: models[1].options: " in log and f"not reloaded: {path}:9: models[2]: " in log
+    assert "Traceback" not in log
+    assert listed(url) == ["two", "three"]
     for name in ("five", "six", "seven"):  # in a row, each while the one before it may still be at work
         whole = path.with_suffix(".new")
         whole.write_text(tables("two", name))
