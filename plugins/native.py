@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from suimon.core_engine.config import NATIVE_EXECUTOR
 from suimon.core_engine.errors import UnsupportedModelError
 from suimon.core_engine.loader.recognise import recognise
+from suimon.core_engine.loader.sources import DEFAULT_MODEL
 from suimon.gateway.hookspecs import Backend, InvalidRequest, Offer, hookimpl
 from suimon.plugins.stepped import SteppedBackend
 
@@ -40,7 +41,10 @@ def offer_model(model: ModelSettings) -> Offer:
     if model.options:
         return Offer.refusal("native", "has no options, and this model has some")
     try:
-        what = recognise(model.model)
+        what = recognise(model.model or DEFAULT_MODEL)
     except UnsupportedModelError as error:
         return Offer.refusal("native", str(error))
-    return Offer(backend="native", rank=Offer.USUAL, reason=f"the native engine runs {what}")
+    reason = (
+        "it is not on this machine yet, and native comes first" if what is None else f"the native engine runs {what}"
+    )
+    return Offer(backend="native", rank=Offer.USUAL, reason=reason)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from suimon.core_engine.errors import ModelLoadError, UnsupportedModelError
 from suimon.core_engine.loader.json_file import read_object_if_there
+from suimon.core_engine.loader.sources import fetched
 
 
-def recognise(model: str) -> str:
-    """One phrase on what ``model`` is, as far as it lies here: "GGUF architecture 'llama'", "LlamaForCausalLM".
+def recognise(model: str) -> str | None:
+    """One phrase on what ``model`` is: "GGUF architecture 'llama'", "LlamaForCausalLM"; None if it is not here yet.
 
-    Raises UnsupportedModelError for what the engine does not run. A model that is elsewhere, or damaged, is taken for
-    one that it runs: loading says better what is wrong.
+    Raises UnsupportedModelError for what the engine does not run. A model that is damaged is taken for one that it
+    runs: loading says better what is wrong.
     """
     path = _local(model)
     if path is None:
-        return "a model to be fetched"
+        return None
     try:
         return _gguf(path) if path.suffix == ".gguf" else _folder(path if path.is_dir() else path.parent)
     except UnsupportedModelError:
@@ -35,12 +36,12 @@ def gguf_file(model: str) -> Path | None:
 
 
 def _local(model: str) -> Path | None:
+    path = fetched(model)
+    if path is None:
+        return None
     try:
-        path = Path(model).expanduser()
-        if not model or not path.exists():
-            return None
         files = [] if path.is_file() or any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
-    except (OSError, ValueError, RuntimeError):  # too long, a null byte, an unknown ~user
+    except OSError:  # a folder that may not be read: loading says so
         return None
     return files[0] if len(files) == 1 else path
 

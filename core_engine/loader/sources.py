@@ -82,6 +82,18 @@ def resolve_model(spec: str, *, cache_dir: Path | None = None, progress: bool = 
     return _local(spec) or _from_hub(spec, progress)
 
 
+def fetched(spec: str, *, cache_dir: Path | None = None) -> Path | None:
+    """Where the model ``spec`` is on this machine, None if it must be fetched, is on the hub, or is no usable name."""
+    builtin = BUILTIN_MODELS.get(spec.lower())
+    text = spec if builtin is None else builtin.spec
+    try:
+        if text.startswith(pypi.PREFIX):
+            return pypi.cached_file(pypi.parse_spec(text), cache_dir or default_cache_dir())
+        return _local(spec)
+    except ModelLoadError:
+        return None
+
+
 def _from_pypi(text: str, cache_dir: Path | None, progress: bool, note: str = "") -> Path:
     spec, folder = pypi.parse_spec(text), cache_dir or default_cache_dir()
     cached = pypi.cached_file(spec, folder)

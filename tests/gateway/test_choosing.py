@@ -11,6 +11,7 @@ import gguf
 import msgspec
 import pytest
 
+from suimon.core_engine.loader import pypi
 from suimon.gateway.choosing import resolve
 from suimon.gateway.config import ConfigError, ModelSettings, Settings
 from suimon.gateway.hookspecs import Offer, hookimpl
@@ -130,9 +131,33 @@ def test_every_refusal_is_told_for_every_model() -> None:
 # --- The built-in plugins ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of fetched models."""
+    monkeypatch.setenv("SUIMON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.mark.parametrize("model", ["", "smollm2-135m-instruct", "org/name", "pypi:p==1/x.gguf", "no-such-file.gguf"])
-def test_native_takes_what_is_not_here_yet(model: str, installed: None) -> None:
-    assert chosen(model=model) == ("native", "auto: the native engine runs a model to be fetched")
+def test_native_takes_what_is_not_here_yet(model: str, installed: None, cache: Path) -> None:
+    assert chosen(model=model) == ("native", "auto: it is not on this machine yet, and native comes first")
+
+
+@pytest.mark.parametrize(("architecture", "backend"), [("llama", "native"), ("mamba", "llama_cpp")])
+def test_what_was_fetched_is_looked_at(architecture: str, backend: str, installed: None, cache: Path) -> None:
+    spec = pypi.parse_spec("pypi:p==1/p/x.gguf")
+    folder = cache / "models" / spec.folder_name
+    folder.mkdir(parents=True)
+    write_gguf(folder / "x.gguf", architecture)
+    assert chosen(model=spec.text)[0] == "native"  # half a download is none
+    record = {"spec": spec.text, "size": (folder / "x.gguf").stat().st_size, "sha256": ""}
+    (folder / "x.gguf.complete").write_text(json.dumps(record))
+    found, reason = chosen(model=spec.text)
+    assert found == backend and reason is not None and "not on this machine" not in reason
+
+
+def test_a_source_that_is_no_name_is_left_to_loading(installed: None, cache: Path) -> None:
+    assert chosen(model="pypi:nonsense")[0] == chosen(model="x" * 5000)[0] == "native"
 
 
 def test_native_takes_a_gguf_of_its_architectures_and_llama_cpp_the_others(tmp_path: Path, installed: None) -> None:
