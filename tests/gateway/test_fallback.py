@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from suimon.gateway import router
 from suimon.gateway.config import ModelSettings
@@ -99,6 +102,25 @@ def test_another_model_answers_what_one_cannot_and_the_client_is_told(
     assert b"error" not in raw
     assert small.requests[-1].model == "small"
     assert answer(server.request("POST", "/v1/chat/completions", tools.chat_body(model="small")))[1] is None
+
+
+def test_the_trace_shows_the_detour(serve_models: Any, trio: Any, tools: Any) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trio[0].script, trio[1].script = [Overloaded("full")], [BackendUnavailable("down")]
+    server = serve_models(models(), *trio)
+    server.gateway.telemetry.tracer = provider.get_tracer("test")
+    assert server.chat(model="big")[0] == 200
+    tools.wait_until(lambda: len(exporter.get_finished_spans()) >= 7, "the spans")
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    http = spans["POST /v1/chat/completions"].context.span_id
+    chats = [spans[f"chat {name}"] for name in ("big", "broken", "small")]
+    assert [span.parent.span_id for span in chats] == [http] * 3
+    assert [span.attributes.get("error.type") for span in chats] == ["overloaded", "backend_unavailable", None]
+    detours = [
+        (span.attributes.get("suimon.fallback.from"), span.attributes.get("suimon.fallback.reason")) for span in chats
+    ]
+    assert detours == [(None, None), ("big", "overloaded"), ("big", "overloaded")]
 
 
 def test_when_all_fail_the_first_ones_error_is_told(serve_models: Any, trio: Any, tools: Any) -> None:
@@ -251,6 +273,19 @@ def test_requests_that_begin_alike_go_to_one_replica(scripted: Any) -> None:
     chosen = [routing.by_prefix(chat(f"question {i}"), found).number for i in range(60)]
     assert chosen == [routing.by_prefix(chat(f"question {i}"), found).number for i in range(60)]
     assert set(chosen) == {1, 2, 3}
+
+
+def test_the_turns_of_a_conversation_meet_in_one_replica(serve_models: Any, scripted: Any) -> None:
+    twins = [scripted(model_id="twin"), scripted(model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2, routing="prefix")], *twins)
+    for number in range(8):
+        turns = [{"role": "user", "content": f"question {number}"}]
+        before = [len(twin.requests) for twin in twins]
+        for _ in range(3):
+            assert server.chat(model="twin", messages=turns)[0] == 200
+            turns += [{"role": "assistant", "content": "Hello world"}, {"role": "user", "content": "and?"}]
+        assert sorted(len(twin.requests) - old for twin, old in zip(twins, before, strict=True)) == [0, 3]
+    assert all(twin.requests for twin in twins)
 
 
 def test_a_replica_that_leaves_moves_only_its_own_share(scripted: Any) -> None:
