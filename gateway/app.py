@@ -61,6 +61,8 @@ class Gateway:
         self._loading = [asyncio.create_task(each.start(), name=name) for name, each in self.router.served.items()]
         for task in self._loading:
             task.add_done_callback(_log_failure)
+        for model in self.router.models.values():
+            model.log_choice()
         self._begun.set()
 
     async def loaded(self) -> None:

@@ -70,6 +70,8 @@ class Reloader:
         await self._starting
         self._router.replace(_in_order(settings, served))
         self._say(settings, old, new)
+        for added in new.values():
+            added.log_choice()
         self._settings = settings
         for model in old.values():
             if not any(model.replicas == each.replicas for each in served):

@@ -177,6 +177,11 @@ class ServedModel:
         """The same replicas under other aliases, fallbacks and routing."""
         return ServedModel(self.name, self.replicas, settings, backend=self.backend, reason=self.reason)
 
+    def log_choice(self) -> None:
+        """One line on the backend, where it was left to the plugins."""
+        if self.settings is not None and self.settings.backend == AUTO:
+            log.info("model %s: backend %s (%s)", self.name, self.backend, self.reason)
+
     @property
     def started(self) -> bool:
         return any(replica.started for replica in self.replicas)

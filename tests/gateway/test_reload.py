@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from suimon.gateway.config import ConfigError, ModelSettings, Settings
-from suimon.gateway.hookspecs import BackendUnavailable, hookimpl
+from suimon.gateway.hookspecs import BackendUnavailable, Offer, hookimpl
 
 
 def model(name: str, **options: Any) -> ModelSettings:
@@ -194,6 +194,22 @@ def test_a_server_that_stops_ends_the_reload_and_what_it_was_loading(
     tools.wait_until(going_on.done, "the end of the reload")
     tools.wait_until(lambda: factory.made["a"][0].stopped == 1, "the end of the server")
     assert (going_on.cancelled(), factory.made["c"][0].stopped) == (True, 1)
+
+
+def test_a_choice_that_was_left_to_the_plugins_is_logged(
+    reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Offering:
+        @hookimpl
+        def offer_model(self, model: ModelSettings) -> Offer:
+            return Offer(backend="scripted", rank=Offer.USUAL, reason=f"it knows {model.model}")
+
+    caplog.set_level("INFO")
+    reload.server.gateway.plugins.register(Offering())
+    server = reload(model("a"), ModelSettings(model="c"))
+    assert server.chat(model="c")[0] == 200
+    assert "model c: backend scripted (auto: it knows c)" in caplog.text
+    assert "model a: backend" not in caplog.text
 
 
 def test_a_server_that_drains_reloads_nothing(reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture) -> None:
