@@ -2,8 +2,8 @@
 
 New models are loaded first and served only once they have started; what they replace, and what is gone, gets no new
 requests from then on, finishes those it has, and is stopped. A configuration that is wrong, or a new model that does
-not start, changes nothing that is served. A model whose names, fallbacks or routing change keeps its backends. Knows
-settings and models; refuses to know files and signals.
+not start, changes nothing that is served. A model whose names, fallbacks or routing change keeps its backends; one that
+has failed is tried again. Knows settings and models; refuses to know files and signals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from suimon.gateway.config import ConfigError, ModelSettings, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from suimon.gateway.router import Router, ServedModel
 
@@ -60,13 +60,14 @@ class Reloader:
         if self._stopped:
             return
         old = self._router.models
-        kept = list(_kept(old.values(), settings))
+        failed = {name for name, model in old.items() if await model.state() == "failed"}
+        kept = list(_kept((model for name, model in old.items() if name not in failed), settings))
         wanted = [each for each in settings.models if all(each != model.settings for model in kept)]
         own = {name: model for name, model in old.items() if model.settings is None}
         new = {model.name: model for model in self._router.build(settings, wanted, own)}
         served = [*kept, *new.values(), *own.values()]
         self._router.check(served)
-        self._starting = asyncio.create_task(_start(new))
+        self._starting = asyncio.create_task(_start(new, may_fail=failed))
         await self._starting
         self._router.replace(_in_order(settings, served))
         self._say(settings, old, new)
@@ -99,13 +100,10 @@ class Reloader:
 
 
 def _kept(models: Iterable[ServedModel], settings: Settings) -> Iterator[ServedModel]:
-    """The models whose backends stay as they are, with the names and rules that they have from now on.
-
-    One that never started is not among them: it is tried again.
-    """
+    """The models whose backends stay as they are, with the names and rules that they have from now on."""
     wanted = {_backend_part(each): each for each in settings.models}
     for model in models:
-        found = None if model.settings is None or model.failed else wanted.get(_backend_part(model.settings))
+        found = None if model.settings is None else wanted.get(_backend_part(model.settings))
         if found is not None:
             yield model if model.settings == found else model.updated(found)
 
@@ -115,8 +113,11 @@ def _backend_part(model: ModelSettings) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(model, aliases=(), fallback=(), routing=""))
 
 
-async def _start(models: Mapping[str, ServedModel]) -> None:
-    """Load them all; if one does not start, none is left running. Raises ConfigError, a line for each that did not."""
+async def _start(models: Mapping[str, ServedModel], may_fail: Container[str]) -> None:
+    """Load them all; if one does not start, none is left running. Raises ConfigError, a line for each that did not.
+
+    Those that ``may_fail`` were not there before either: they do not stand in the way of the others.
+    """
     replicas = [(name, replica) for name, model in models.items() for replica in model.replicas]
     try:
         results = await asyncio.gather(*(replica.start() for _, replica in replicas), return_exceptions=True)
@@ -124,6 +125,8 @@ async def _start(models: Mapping[str, ServedModel]) -> None:
         await _stop(models.values())
         raise
     failed = {name: result for (name, _), result in zip(replicas, results, strict=True) if result is not None}
+    for name in [name for name in failed if name in may_fail]:
+        log.error("model %s did not load: %s", name, failed.pop(name))
     if failed:
         await _stop(models.values())
         raise ConfigError("\n".join(f"model {name!r} does not start: {error}" for name, error in failed.items()))

@@ -186,11 +186,6 @@ class ServedModel:
     def started(self) -> bool:
         return any(replica.started for replica in self.replicas)
 
-    @property
-    def failed(self) -> bool:
-        """Whether none of its replicas started."""
-        return all(replica.failure is not None for replica in self.replicas)
-
     async def state(self) -> str:
         """Ready when one replica is; otherwise what the first says."""
         states = [(await replica.health()).state for replica in self.replicas]

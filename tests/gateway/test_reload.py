@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from suimon.gateway.config import ConfigError, ModelSettings, Settings
-from suimon.gateway.hookspecs import BackendUnavailable, Offer, hookimpl
+from suimon.gateway.hookspecs import BackendUnavailable, Health, Offer, hookimpl
 
 
 def model(name: str, **options: Any) -> ModelSettings:
@@ -152,6 +152,22 @@ def test_a_new_model_that_does_not_start_changes_nothing(
     assert [factory.made[name][0].stopped for name in "cde"] == [1, 1, 1]
     factory.broken = set()
     assert names(reload(model("c"), model("d"))) == ["c", "d", "unasked"]
+
+
+def test_a_model_that_has_failed_is_tried_again_and_stands_in_nobodys_way(
+    reload: Any, factory: Factory, caplog: pytest.LogCaptureFixture, tools: Any
+) -> None:
+    dead = factory.made["a"][0]
+    dead.state = Health(state="failed", detail="given up")
+    factory.broken = {"a"}
+    server = reload(model("a"), model("b"), model("c"))
+    assert names(server) == ["a", "b", "c", "unasked"]
+    assert "model a did not load: no such file" in caplog.text
+    assert [server.chat(model=name)[0] for name in "abc"] == [503, 200, 200]
+    tools.wait_until(lambda: dead.stopped == 1, "the end of the dead one")
+    factory.broken = set()
+    assert reload(model("a"), model("b"), model("c")).chat(model="a")[0] == 200
+    assert [len(factory.made[name]) for name in "abc"] == [3, 1, 1]
 
 
 def test_settings_that_need_a_restart_are_named(reload: Any, caplog: pytest.LogCaptureFixture) -> None:
