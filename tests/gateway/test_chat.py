@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from suimon.gateway import chat
@@ -222,9 +223,11 @@ class Terminal:
         return before
 
     def interrupt(self) -> None:
-        """Ctrl-C while a line is being typed. The echo shows that the line editor listens: before, one may be lost."""
+        """Ctrl-C while a line is being typed. One that comes while the line editor is not asleep may be lost in it."""
         self.type("x")
         self.wait_for("x")
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.005)
         self.type("\x03")
 
     def close(self) -> int:
