@@ -59,7 +59,7 @@ def test_byte_by_byte() -> None:
 )
 def test_lines_are_what_was_joined_by_line_ends(lines: list[bytes], data: st.DataObject) -> None:
     ends = [data.draw(st.sampled_from([b"\n", b"\r\n", b"\r"])) for _ in lines]
-    for index in range(len(lines) - 1):  # a CR before an empty line's LF would be one CR LF
+    for index in reversed(range(len(lines) - 1)):  # a CR before an empty line's LF would be one CR LF
         if ends[index] == b"\r" and not lines[index + 1] and ends[index + 1].startswith(b"\n"):
             ends[index] = b"\n"
     raw = b"".join(line + end for line, end in zip(lines, ends, strict=True))
