@@ -36,14 +36,15 @@ def paged_attention(
         context_lengths.data_ptr(),
         block_tables.data_ptr(),
     )
-    library().suimon_attend(
-        pool_of(torch.get_num_threads()).handle,
-        ctypes.byref(shape),
-        DTYPES[key_cache.dtype],
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        ctypes.byref(sequences),
-        result.data_ptr(),
-    )
+    with pool_of(torch.get_num_threads()) as team:
+        library().suimon_attend(
+            team,
+            ctypes.byref(shape),
+            DTYPES[key_cache.dtype],
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            ctypes.byref(sequences),
+            result.data_ptr(),
+        )
     return result

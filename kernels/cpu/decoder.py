@@ -127,8 +127,8 @@ class DecoderStep:
             value_caches=ctypes.addressof(values),
             hidden=hidden.data_ptr(),
         )
-        team = pool_of(torch.get_num_threads())
-        self._library.suimon_decode(team.handle, ctypes.byref(self._decoder), ctypes.byref(step))
+        with pool_of(torch.get_num_threads()) as team:
+            self._library.suimon_decode(team, ctypes.byref(self._decoder), ctypes.byref(step))
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
         norms = {

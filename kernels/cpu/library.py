@@ -6,6 +6,7 @@ Knows pointers and layouts. Refuses to know models. Whoever passes a tensor keep
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -123,16 +124,27 @@ def library() -> ctypes.CDLL:
 
 
 class Pool:
-    """A team of ``threads`` threads, the caller's included. One call at a time."""
+    """A team of ``threads`` threads, the caller's included. ``with`` it there is its handle, for one call at a time.
+
+    A call lets other Python threads run, and two models of one process may have the same team.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._library = library()
-        self.handle = self._library.suimon_pool_new(threads)
+        self._lock = threading.Lock()
+        self._handle = self._library.suimon_pool_new(threads)
+
+    def __enter__(self) -> int:
+        self._lock.acquire()
+        return int(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._library.suimon_pool_delete(self.handle)
+        if getattr(self, "_handle", None):
+            self._library.suimon_pool_delete(self._handle)
 
 
 @cache

@@ -25,14 +25,15 @@ class PackedLinear:
         self.bias = None if bias is None else bias.detach().float().contiguous()
         source = weight.detach().contiguous()
         self._library = library()
-        self._library.suimon_pack(
-            pool_of(torch.get_num_threads()).handle,
-            DTYPES[self.dtype],
-            source.data_ptr(),
-            self.out_features,
-            self.in_features,
-            self.panels.data_ptr(),
-        )
+        with pool_of(torch.get_num_threads()) as team:
+            self._library.suimon_pack(
+                team,
+                DTYPES[self.dtype],
+                source.data_ptr(),
+                self.out_features,
+                self.in_features,
+                self.panels.data_ptr(),
+            )
         self.struct = LinearStruct(pointer(self.panels), pointer(self.bias), self.in_features, self.out_features)
 
     @property
@@ -44,10 +45,10 @@ class PackedLinear:
         """x (T, in) of any float dtype -> (T, out) float32."""
         x = x.float().contiguous()
         result = torch.empty(len(x), self.out_features)
-        team = pool_of(torch.get_num_threads())
-        self._library.suimon_linear(
-            team.handle, ctypes.byref(self.struct), DTYPES[self.dtype], x.data_ptr(), len(x), result.data_ptr()
-        )
+        with pool_of(torch.get_num_threads()) as team:
+            self._library.suimon_linear(
+                team, ctypes.byref(self.struct), DTYPES[self.dtype], x.data_ptr(), len(x), result.data_ptr()
+            )
         return result
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

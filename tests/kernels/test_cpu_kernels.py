@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_a_row_of_a_product_does_not_depend_on_its_company_or_on_threads(dtype: 
         threads(count)
         assert torch.equal(packed(x), alone)
         assert torch.equal(packed(x[3:20]), alone[3:20])
+
+
+@needs_compiler
+def test_two_callers_at_once_do_not_disturb_each_other(threads: Any) -> None:
+    threads(2)
+    inputs = [torch.randn(3, 200) for _ in range(2)]
+    layers = [PackedLinear(torch.randn(2000, 200)), PackedLinear(torch.randn(700, 200))]
+    expected = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+
+    def same(which: int) -> bool:
+        return all(torch.equal(layers[which](inputs[which]), expected[which]) for _ in range(200))
+
+    with ThreadPoolExecutor(2) as callers:
+        assert list(callers.map(same, (0, 1))) == [True, True]
 
 
 @needs_compiler
