@@ -6,7 +6,7 @@ the model runs operation by operation as before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from suimon.core_engine.batch import ForwardBatch
 from suimon.core_engine.layers.kv_cache import KVCache
 from suimon.core_engine.layers.linear import Linear
+from suimon.core_engine.models.base import DecoderModel
 from suimon.core_engine.models.gemma2 import Gemma2Layer
 from suimon.core_engine.models.llama import GatedMLP, LlamaAttention, LlamaLayer
 from suimon.core_engine.models.qwen3 import NormedAttention
@@ -21,9 +22,6 @@ from suimon.kernels import cpu
 from suimon.kernels.cpu.decoder import ACTIVATIONS, DecoderShape, DecoderStep, LayerWeights
 from suimon.kernels.cpu.library import DTYPES
 from suimon.kernels.cpu.linear import PackedLinear
-
-if TYPE_CHECKING:
-    from suimon.core_engine.models.base import DecoderModel
 
 # The forwards that the table describes, and which of a layer's norms plays which part in each.
 NORM_PARTS: dict[object, dict[str, str]] = {
@@ -96,6 +94,8 @@ def _fits(model: DecoderModel) -> bool:
     return (
         model.norm.weight.device.type == "cpu"
         and model.dtype in DTYPES
+        and type(model).forward is DecoderModel.forward
+        and type(model).logits is DecoderModel.logits
         and config.activation in ACTIVATIONS
         and len({layer.rope.rotary_dim for layer in config.layers}) == 1
         and all(map(_layer_fits, model.layers))

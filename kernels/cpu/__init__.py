@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @cache
 def is_available() -> bool:
     """Whether the library is wanted and there; it is compiled now if it has not been. Logs once why it is not."""
-    if os.environ.get("SUIMON_KERNELS", "cpu") != "cpu":
+    if os.environ.get("SUIMON_KERNELS") not in (None, "", "cpu"):
         return False
     try:
         library()

@@ -43,7 +43,10 @@ def library_path() -> Path:
 
 def _compiler() -> list[str]:
     named = os.environ.get("CXX")
-    candidates = [shlex.split(named)] if named else [[name] for name in COMPILERS]
+    try:
+        candidates = [shlex.split(named)] if named else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise BuildError(f"CXX is {named!r}, which is not a command: {error}") from error
     for command in candidates:
         found = shutil.which(command[0]) if command else None
         if found:
@@ -54,8 +57,11 @@ def _compiler() -> list[str]:
 
 def _cache() -> Path:
     named = os.environ.get("SUIMON_CACHE")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "suimon"
-    return base / "kernels"
+    base = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "suimon")
+    try:
+        return base.expanduser() / "kernels"
+    except RuntimeError as error:  # a user without a home
+        raise BuildError(f"there is no place for the compiled library: {error} Set SUIMON_CACHE") from error
 
 
 def _fingerprint(compiler: list[str]) -> str:

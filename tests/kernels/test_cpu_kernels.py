@@ -284,6 +284,14 @@ def test_half_precision_weights_lose_no_more_than_their_rounding(name: str) -> N
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize("name", ["forward", "logits"])
+def test_a_model_with_a_forward_or_logits_of_its_own_keeps_its_weights(name: str) -> None:
+    model = random_model("LlamaForCausalLM", torch.float32)
+    model.__class__ = type("Own", (type(model),), {name: lambda *_: None})
+    model.prepare()
+    assert model.one_call is None
+
+
 @needs_compiler
 def test_packing_gives_up_the_models_own_weights() -> None:
     model = random_model("LlamaForCausalLM", torch.float32)
@@ -350,6 +358,12 @@ def test_a_compiler_that_does_not_run_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("SUIMON_CACHE", str(tmp_path))
     with pytest.raises(build.BuildError, match=re.escape(f"{broken} does not run")):
+        build.library_path()
+
+
+def test_a_compiler_that_is_not_a_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(build.BuildError, match=r"CXX is .* not a command"):
         build.library_path()
 
 
