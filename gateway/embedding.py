@@ -15,7 +15,7 @@ from suimon.gateway.hookspecs import Backend, DeadlineExceeded, Embeddings, Embe
 
 if TYPE_CHECKING:
     from suimon.gateway.plugin_manager import PluginManager
-    from suimon.gateway.router import Served
+    from suimon.gateway.served import Served
     from suimon.gateway.telemetry import Telemetry
 
 

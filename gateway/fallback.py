@@ -22,7 +22,8 @@ from suimon.gateway.hookspecs import (
     InvalidRequest,
     Overloaded,
 )
-from suimon.gateway.router import Router, Served
+from suimon.gateway.router import Router
+from suimon.gateway.served import Served
 
 log = logging.getLogger("suimon.gateway")
 

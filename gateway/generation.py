@@ -26,7 +26,7 @@ from suimon.gateway.hookspecs import (
 from suimon.gateway.limits import MAX_CONCURRENT_PROMPTS
 from suimon.gateway.openai.errors import INTERNAL
 from suimon.gateway.plugin_manager import PluginManager
-from suimon.gateway.router import Served
+from suimon.gateway.served import Served
 from suimon.gateway.telemetry import Observation, Telemetry
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from suimon.gateway.config import ConfigError, ModelSettings, Settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
-    from suimon.gateway.router import Router, ServedModel
+    from suimon.gateway.router import Router
+    from suimon.gateway.served import ServedModel
 
 log = logging.getLogger("suimon.gateway")
 

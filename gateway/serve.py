@@ -15,7 +15,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import logs
-from suimon.gateway.choosing import AUTO
 from suimon.gateway.config import Settings
 from suimon.gateway.plugin_manager import PluginManager, load_plugins
 from suimon.gateway.server import Server, base_url, listen
@@ -105,7 +104,7 @@ def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
     """Why each backend, what it chose, then the line that says where it is."""
     served = {name: each for name, each in gateway.router.served.items() if each.started}
     models = gateway.router.models.values()
-    lines = [f"{model.name}: {model.backend} ({model.reason})" for model in models if model.reason.startswith(AUTO)]
+    lines = [f"{model.name}: {model.backend} ({model.reason})" for model in models if model.was_chosen]
     lines += [f"{name}: {line}" for name, each in served.items() for line in each.backend.describe()]
     noun = "model" if len(served) == 1 else "models"
     lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")

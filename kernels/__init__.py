@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 PROVIDERS = {"reference": "suimon.kernels.reference", "cpu": "suimon.kernels.reference"}
-PREFERENCE = ("reference",)
+PREFERENCE = ("cpu", "reference")
 OPERATIONS = (
     "copy_blocks",
     "gelu_and_mul",

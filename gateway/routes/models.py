@@ -7,8 +7,8 @@ from typing import Any
 from litestar import Request, Response
 
 from suimon.gateway.auth import AUTH, KEY
-from suimon.gateway.router import ServedModel
 from suimon.gateway.routes.common import gateway_of, json_response, read
+from suimon.gateway.served import ServedModel
 
 
 @read("/v1/models", opt={AUTH: KEY})

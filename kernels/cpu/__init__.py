@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 
+from suimon.kernels import choose_provider
 from suimon.kernels.cpu.build import BuildError
 from suimon.kernels.cpu.library import library
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @cache
 def is_available() -> bool:
     """Whether the library is wanted and there; it is compiled now if it has not been. Logs once why it is not."""
-    if os.environ.get("SUIMON_KERNELS") not in (None, "", "cpu"):
+    if choose_provider() != "cpu":
         return False
     try:
         library()

@@ -472,7 +472,7 @@ def test_a_handler_that_fails_explains_nothing(serve: Any, caplog: Any) -> None:
 
 
 def test_health_that_hangs_or_fails_is_not_ready(serve: Any, scripted: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("suimon.gateway.router.HEALTH_TIMEOUT", 0.05)
+    monkeypatch.setattr("suimon.gateway.served.HEALTH_TIMEOUT", 0.05)
     backend = scripted()
     server = serve(backend)
 

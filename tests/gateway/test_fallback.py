@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from suimon.gateway import router
+from suimon.gateway import served
 from suimon.gateway.config import ModelSettings
 from suimon.gateway.hookspecs import (
     BackendCrashed,
@@ -170,8 +170,13 @@ def test_a_model_that_did_not_start_is_answered_for_and_the_others_serve(
 ) -> None:
     trio[0].start_error = trio[1].start_error = OSError("gone")
     server = serve_models(models(), *trio, ready=False)
-    served = server.gateway.router.served
-    tools.wait_until(lambda: served["big"].failure and served["broken"].failure and served["small"].started, "starts")
+    replicas_by_name = server.gateway.router.served
+    tools.wait_until(
+        lambda: (
+            replicas_by_name["big"].failure and replicas_by_name["broken"].failure and replicas_by_name["small"].started
+        ),
+        "starts",
+    )
     asyncio.run_coroutine_threadsafe(server.gateway.loaded(), server.loop).result(10)
     response = server.request("POST", "/v1/chat/completions", tools.chat_body(model="big"))
     assert answer(response) == (200, "small; from=big; reason=backend_unavailable", "Hello world")
@@ -239,7 +244,7 @@ def test_a_replica_found_unavailable_is_left_alone_for_a_while(
     server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
     assert [server.chat(model="twin")[0] for _ in range(4)] == [200] * 4
     assert len(twins[0].requests) == 1
-    monkeypatch.setattr(router, "AVOIDANCE", -1.0)
+    monkeypatch.setattr(served, "AVOIDANCE", -1.0)
     for twin in twins:
         twin.script = [BackendUnavailable("gone")]
     status, body = server.chat(model="twin")
