@@ -146,6 +146,8 @@ class ForwardExecutor(ABC):
                 refused = {
                     s.seq_id: SequenceResult(out_of_slots=True) for s in batch.sequences if s.seq_id in full.seq_ids
                 }
+                if not refused:
+                    raise  # it names none of those it was given, and would be called for ever
                 batch, results = _without(batch, refused), results | refused
                 sampling = [row for row in sampling if row.seq_id not in refused]
             else:

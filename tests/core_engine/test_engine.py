@@ -6,8 +6,11 @@ import itertools
 from types import ModuleType
 
 import pytest
+import torch
 
+from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
 from suimon.core_engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from suimon.core_engine.executor import OutOfSlotsError
 
 BUDGETS = (1, 15, 16, 17, 64, None)
 
@@ -420,3 +423,34 @@ def test_overlapping_keeps_two_batches_in_flight(build: ModuleType) -> None:
     engine.step_overlapped(2)
     assert len(engine.executor.batches) == 3
     build.run_to_end(engine, depth=2)
+
+
+@pytest.mark.parametrize("named", [[7], [7, 99], [7, 8]])
+def test_the_others_are_computed_when_some_have_no_slots(build: ModuleType, named: list[int]) -> None:
+    executor = build.LogitsExecutor(build.make_capabilities())
+    forward = executor.forward
+
+    def crowded(batch: ScheduledBatch) -> torch.Tensor:
+        if {s.seq_id for s in batch.sequences} & set(named):
+            raise OutOfSlotsError(named)
+        return forward(batch)
+
+    executor.forward = crowded
+    batch = ScheduledBatch(1, [ScheduledSequence(seq_id, [1], 0, [seq_id - 7], 0) for seq_id in (7, 8)])
+    results = executor.submit(batch, []).result().sequences
+    assert {seq_id for seq_id, result in results.items() if result.out_of_slots} == {7, 8} & set(named)
+    assert set(results) == {7, 8}
+
+
+def test_an_executor_that_refuses_nobody_in_particular_fails_and_is_not_asked_for_ever(build: ModuleType) -> None:
+    executor = build.LogitsExecutor(build.make_capabilities())
+    calls: list[int] = []
+
+    def confused(batch: ScheduledBatch) -> torch.Tensor:
+        calls.append(batch.step_id)
+        raise OutOfSlotsError([99])
+
+    executor.forward = confused
+    with pytest.raises(OutOfSlotsError):
+        executor.submit(ScheduledBatch(1, [ScheduledSequence(7, [1], 0, [0], 0)]), [])
+    assert calls == [1]
