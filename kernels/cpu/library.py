@@ -9,11 +9,12 @@ import ctypes
 import threading
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from suimon.kernels.cpu.build import library_path
+from suimon.kernels.cpu.build import BuildError, library_path
 
 VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -110,8 +111,23 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, compiled if need be, checked to have the structs above. Raises BuildError."""
-    loaded = ctypes.CDLL(str(library_path()))
+    """The library, compiled if need be, checked to have the structs above. Raises BuildError.
+
+    A file in the cache that is no such library, as a power cut leaves one, is compiled anew.
+    """
+    path = library_path()
+    try:
+        return _opened(path)
+    except (OSError, AttributeError):
+        path.unlink(missing_ok=True)
+    try:
+        return _opened(library_path())
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled CPU kernels cannot be loaded: {error}") from error
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,25 @@ def test_sources_that_do_not_compile_are_named_with_the_compiler(
     with pytest.raises(build.BuildError, match=r"do not compile with .*: .*bad\.cpp"):
         build.library_path()
     assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"not a library"])
+def test_a_damaged_library_is_made_anew(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cached = build.library_path(), tmp_path / "cached.so"
+    cached.write_bytes(damage)
+
+    def library_path() -> Path:
+        """As build's, which compiles what is not there; copying is quicker."""
+        return cached if cached.exists() else Path(shutil.copy(whole, cached))
+
+    monkeypatch.setattr(import_module("suimon.kernels.cpu.library"), "library_path", library_path)
+    cpu.library.cache_clear()
+    try:
+        assert cpu.library().suimon_version() > 0
+    finally:
+        cpu.library.cache_clear()
+    assert cached.stat().st_size == whole.stat().st_size
 
 
 @pytest.mark.parametrize("named", ["no-such-compiler", ""])
