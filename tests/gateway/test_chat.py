@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -241,10 +242,11 @@ class Terminal:
 
 
 def _own_terminal(descriptor: int) -> None:
-    """Make it the controlling terminal, so that Ctrl-C becomes a signal."""
+    """Make it the controlling terminal, so that Ctrl-C becomes a signal; one that a shell's background job ignores."""
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
