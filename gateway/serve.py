@@ -105,7 +105,7 @@ def _ready_lines(gateway: Gateway, url: str, seconds: float) -> str:
     served = {name: each for name, each in gateway.router.served.items() if each.started}
     models = gateway.router.models.values()
     lines = [f"{model.name}: {model.backend} ({model.reason})" for model in models if model.was_chosen]
-    lines += [f"{name}: {line}" for name, each in served.items() for line in each.backend.describe()]
+    lines += [f"{name}: {line}" for name, each in served.items() for line in each.describe()]
     noun = "model" if len(served) == 1 else "models"
     lines.append(f"Suimon is ready: {url}/v1  ({noun} {', '.join(served)}, {seconds:.1f} s)")
     return "\n".join(lines)

@@ -97,6 +97,14 @@ class Served:
         """Whether it says so, and was not found unavailable a moment ago."""
         return time.monotonic() >= self._avoided_until and (await self.health()).ready
 
+    def describe(self) -> list[str]:
+        """The backend's lines about itself, once it has started; none from one that cannot tell."""
+        try:
+            return list(self.backend.describe()) if self.started else []
+        except Exception:
+            log.exception("the backend of model %r cannot describe itself", self.backend.model_id)
+            return []
+
     def load(self) -> Load:
         """How busy it is; what is running and waiting is counted at the door, where the backend has no queue."""
         load = self.backend.load()

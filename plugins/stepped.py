@@ -82,12 +82,14 @@ class SteppedBackend(Backend):
         self.model_id = self.config.served_model_name or model_name(self.config.model)
         self.capabilities = _capabilities(self.config.max_model_len)
         self.client = EngineClient(self.config)
+        self._plan: tuple[str, ...] = ()
 
     async def start(self) -> None:
         """Load the model. Raises BackendUnavailable with what is wrong with it."""
         with translated_errors():
             ready = await self.client.start()
         self.capabilities = _capabilities(ready.max_model_len, generates=ready.generates, embeds=ready.embeds)
+        self._plan = tuple(ready.plan)
 
     async def stop(self) -> None:
         """End the engine process; requests still in it fail. The gateway has drained by then."""
@@ -141,7 +143,8 @@ class SteppedBackend(Backend):
         )
 
     def describe(self) -> Sequence[str]:
-        return tuple(self.client.model.plan)
+        """What the engine said of itself when it was first ready; also of one that has failed since."""
+        return self._plan
 
     def _delta(self, output: RequestOutput, usage: Usage | None) -> Delta:
         logprobs = output.logprobs

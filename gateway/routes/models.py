@@ -44,6 +44,6 @@ async def _entry(model: ServedModel, created: int) -> dict[str, Any]:
             "replicas": len(model.replicas),
             "ready": sum([(await replica.health()).ready for replica in model.replicas]),
             "fallback": list(model.fallback),
-            "details": [line for replica in started[:1] for line in replica.backend.describe()],
+            "details": [line for replica in started[:1] for line in replica.describe()],
         },
     }

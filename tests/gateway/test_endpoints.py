@@ -166,6 +166,23 @@ def test_models_lists_exactly_what_requests_may_name(serve: Any, scripted: Any) 
     assert (status, json.loads(raw)["error"]["param"]) == (404, "model")
 
 
+def test_a_backend_that_cannot_describe_itself_is_listed_without_details(
+    serve: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mute = scripted(model_id="mute")
+
+    def fail() -> list[str]:
+        raise RuntimeError("nothing to say")
+
+    server = serve(mute, scripted(model_id="other"))
+    monkeypatch.setattr(mute, "describe", fail)
+    status, _, raw = server.request("GET", "/v1/models")
+    import json
+
+    assert status == 200
+    assert [(m["id"], m["suimon"]["details"]) for m in json.loads(raw)["data"]] == [("mute", []), ("other", [])]
+
+
 def test_tokenize_and_detokenize(server: Any) -> None:
     status, body = server.post("/tokenize", {"model": "scripted", "prompt": "ab"})
     assert (status, body) == (200, {"count": 3, "max_model_len": 100, "tokens": [1, 97, 98], "token_strs": None})

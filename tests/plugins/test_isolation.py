@@ -68,6 +68,14 @@ def test_two_crash_looping_backends_do_not_disturb_a_third(folder: Path, gateway
         for codes, backend in zip(told, dying, strict=True):
             assert codes[0] == (500, "backend_crashed") and codes[-1] == (503, "backend_unavailable")
             assert (backend.client.restarts, backend.client.pid) == (2, 0)
+        status, _, raw = server.request("GET", "/v1/models")  # tells of those that were given up, too
+        listed = {entry["id"]: entry["suimon"] for entry in json.loads(raw)["data"]} if status == 200 else {}
+        assert {name: entry["state"] for name, entry in listed.items()} == {
+            "first": "failed",
+            "second": "failed",
+            "steady": "ready",
+        }
+        assert all("knows the alphabet" in entry["details"] for entry in listed.values())
         status, _, raw = server.request("GET", "/health/ready")
         assert (status, json.loads(raw)) == (200, {"status": "degraded"})
 
