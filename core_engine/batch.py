@@ -45,13 +45,25 @@ class CopySequence:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveSequence:
+    """``source``, which has ended, is ``target`` from now on, and only the KV of its first ``length`` tokens is kept.
+
+    What CopySequence is for, where nobody needs the source any more: nothing has to be copied.
+    """
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class FreeSequence:
     """The sequence is gone: drop everything kept for it."""
 
     seq_id: int
 
 
-CacheOp = CopyBlock | CopySequence | TrimSequence | FreeSequence
+CacheOp = CopyBlock | CopySequence | MoveSequence | TrimSequence | FreeSequence
 
 
 @dataclass(frozen=True, slots=True)

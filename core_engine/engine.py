@@ -362,6 +362,7 @@ def _kv_manager(config: EngineConfig, capabilities: ExecutorCapabilities, model_
             enable_prefix_caching=config.enable_prefix_caching,
             can_fork=capabilities.partial_trim,
             max_kept_tokens=capabilities.max_kept_tokens,
+            min_shared=capabilities.min_shared_tokens,
         )
     return BlockManager(
         capabilities.num_blocks,

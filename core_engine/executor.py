@@ -33,8 +33,9 @@ class ExecutorCapabilities:
     ``kv_kind`` says who keeps the accounts: PAGED, where a block table says where each token's KV lies (BlockManager),
     or PER_SEQUENCE, where the executor finds it by seq_id (SlotManager); ``block_size`` is then 1, ``num_blocks`` the
     tokens of all sequences together, ``max_residents`` the sequences, running or ended, that it can hold at a time
-    (more than ``max_num_seqs``), ``max_kept_tokens`` the tokens it should hold of ended ones (None: any number), and
-    without ``partial_trim`` no beginning of one is copied to another.
+    (at least ``max_num_seqs``), ``max_kept_tokens`` the tokens it should hold of ended ones (None: any number), and
+    without ``partial_trim`` no beginning of one is copied to another. ``min_shared_tokens`` are as many as a copy has
+    to bring to be worth its while.
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class ExecutorCapabilities:
     kv_kind: str = PAGED
     max_residents: int = 0
     max_kept_tokens: int | None = None
+    min_shared_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

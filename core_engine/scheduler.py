@@ -25,6 +25,7 @@ from suimon.core_engine.batch import (
     CopyBlock,
     CopySequence,
     FreeSequence,
+    MoveSequence,
     ScheduledBatch,
     ScheduledSequence,
     TrimSequence,
@@ -361,7 +362,8 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, message: str) -> list[EngineOutput]:
         """End every sequence of a batch that the executor could not run, each with that error."""
         # Copies were for sequences of this very batch; what was to be forgotten is still to be forgotten.
-        self._cache_ops[:0] = [op for op in batch.cache_ops if not isinstance(op, CopyBlock | CopySequence)]
+        kept = [FreeSequence(op.source) if isinstance(op, MoveSequence) else op for op in batch.cache_ops]
+        self._cache_ops[:0] = [op for op in kept if not isinstance(op, CopyBlock | CopySequence)]
         failed = SequenceResult(error=message)
         return self.update(batch, StepResult(batch.step_id, {s.seq_id: failed for s in batch.sequences}))
 

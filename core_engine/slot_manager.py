@@ -3,8 +3,9 @@
 Knows tokens, the cells of the pool that stand for them and which sequences are resident; refuses to know who runs next,
 and never touches the memory itself: what is to be done there it says in cache operations. A cell holds one token's KV
 and may belong to several sequences, for a sequence that begins like a resident one gets that beginning by a copy, which
-costs a note in each cell and no memory. Sequences that have ended stay resident until their cells or their seats are
-needed, the least recently used going first.
+costs a note in each cell and no memory (or a real copy in an engine whose sequences have memory of their own: there the
+pool is as large as all seats together, and never short). Sequences that have ended stay resident until their cells or
+their seats are needed, the least recently used going first; one that is gone on with hands over its seat.
 
     A runs; B has ended and is kept; C runs and began as a copy of B's first three tokens.
 
@@ -28,7 +29,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
-from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, TrimSequence
+from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, MoveSequence, TrimSequence
 from suimon.core_engine.sequence import Sequence
 
 # Cells left over for each running sequence when another starts: else the next few decodes would preempt it again.
@@ -53,7 +54,8 @@ class SlotManager:
 
     ``can_fork`` says whether the engine can copy a part of a sequence; without that every sequence computes all of its
     tokens and none is kept. ``max_kept_tokens`` bounds the cells that are only kept (None: the pool does), but the
-    sequence that ended last may be longer: it is the likeliest to be gone on with. With 0 none is kept.
+    sequence that ended last may be longer: it is the likeliest to be gone on with. With 0 none is kept. Beginnings
+    shorter than ``min_shared`` tokens are not worth a copy.
     """
 
     block_size = 1
@@ -67,12 +69,14 @@ class SlotManager:
         enable_prefix_caching: bool = True,
         can_fork: bool = True,
         max_kept_tokens: int | None = None,
+        min_shared: int = 1,
     ) -> None:
         self.num_blocks = num_tokens
         self.max_residents = max_residents
         self.can_fork = can_fork
         self.enable_prefix_caching = enable_prefix_caching and can_fork
         self.max_kept_tokens = num_tokens if max_kept_tokens is None else max_kept_tokens
+        self.min_shared = min_shared
         self._free = list(range(num_tokens - 1, -1, -1))
         self._running_holders = [0] * num_tokens  # by cell
         self._kept_holders = [0] * num_tokens
@@ -117,7 +121,7 @@ class SlotManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The longest beginning of the sequence that a resident one of its adapter and salt has computed, as cells.
 
-        At least one token is always left to compute.
+        At least one token is always left to compute; nothing that is shorter than ``min_shared`` is found.
         """
         best: list[int] = []
         if not self.enable_prefix_caching:
@@ -128,7 +132,7 @@ class SlotManager:
             if length > len(best) and _shares_cache(resident.sequence, sequence):
                 length = common_prefix(resident.sequence.tokens(0, length), wanted)
                 best = resident.cells[:length] if length > len(best) else best
-        return best
+        return best if len(best) >= self.min_shared else []
 
     def shareable(self, parent: Sequence, num_tokens: int) -> list[int]:
         """The parent's cells that a fork at ``num_tokens`` shares: all of them."""
@@ -209,25 +213,41 @@ class SlotManager:
         return [] if resident is None else resident.cells
 
     def _admit(self, sequence: Sequence, shared: List[int]) -> _Resident:
-        if shared:
-            self._copy(self._holder_of(shared), sequence, len(shared))
         for cell in shared:
             self._num_used += not self._running_holders[cell]
             self._running_holders[cell] += 1
+        if shared:
+            self._take_over(self._holder_of(shared).sequence, sequence, len(shared))
+        else:
+            self._vacate_seat()
         resident = self._running[sequence.seq_id] = _Resident(sequence, list(shared))
-        while self.num_residents > self.max_residents:
-            self._evict()
         return resident
 
-    def _holder_of(self, cells: List[int]) -> Sequence:
-        """Someone who has all of them: having the last at its place is enough."""
+    def _holder_of(self, cells: List[int]) -> _Resident:
+        """Someone who has all of them, which having the last at its place shows; a kept one without others first."""
         last = len(cells) - 1
-        return next(r.sequence for r in self._residents() if len(r.cells) > last and r.cells[last] == cells[last])
+        holders = [r for r in self._residents() if len(r.cells) > last and r.cells[last] == cells[last]]
+        whole = (r for r in holders if r.sequence.seq_id in self._kept and len(r.cells) == len(cells))
+        return next(whole, holders[0])
 
-    def _copy(self, source: Sequence, target: Sequence, length: int) -> None:
-        self._cache_ops.append(CopySequence(source.seq_id, target.seq_id, length))
-        if source.seq_id in self._kept:
+    def _take_over(self, source: Sequence, target: Sequence, length: int) -> None:
+        """Give ``target`` the beginning of ``source``: all of one that is only kept, or if no other seat is to be had,
+        by its seat; else by a copy.
+        """
+        kept = self._kept.get(source.seq_id)
+        is_last_seat = len(self._kept) == 1 and self.num_residents >= self.max_residents
+        if kept is not None and (is_last_seat or len(kept.cells) == length):
+            self._drop(self._kept.pop(source.seq_id).cells, self._kept_holders)
+            self._cache_ops.append(MoveSequence(source.seq_id, target.seq_id, length))
+            return
+        if kept is not None:
             self._kept.move_to_end(source.seq_id)
+        self._vacate_seat()
+        self._cache_ops.append(CopySequence(source.seq_id, target.seq_id, length))
+
+    def _vacate_seat(self) -> None:
+        while self.num_residents >= self.max_residents:
+            self._evict()
 
     def _forget_beyond(self, resident: _Resident, length: int) -> None:
         if len(resident.cells) > length:

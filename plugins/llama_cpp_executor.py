@@ -6,6 +6,7 @@ common Sampler, so that what a request may ask for is what it may ask of every b
 
 from __future__ import annotations
 
+import heapq
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, ScheduledBatch, TrimSequence
+from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, MoveSequence, ScheduledBatch, TrimSequence
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import (
@@ -33,7 +34,6 @@ from suimon.core_engine.sampler import SamplingRow
 from suimon.plugins.llama_cpp_library import (
     ABORTED,
     DECODED,
-    MAX_SEQUENCES,
     NO_ROOM,
     ContextSizes,
     Interrupt,
@@ -96,30 +96,31 @@ class LlamaCppExecutor(ForwardExecutor):
     def __init__(self, model: LlamaModel, plan: LlamaCppPlan, options: LlamaCppOptions, header: GGUFHeader) -> None:
         super().__init__()
         self._model, self._plan = model, plan
-        # A copied sequence and the ended one whose seat it takes are there together for a moment.
-        num_sequences = _num_sequences(plan.max_num_seqs, model.can_trim)
+        num_seats = plan.num_seats if model.can_trim else plan.max_num_seqs  # without parts, nothing is kept
         sizes = ContextSizes(
-            num_tokens=plan.num_tokens,
-            num_sequences=num_sequences,
+            num_tokens=plan.num_tokens if plan.kv_unified else plan.num_tokens // plan.num_seats * num_seats,
+            num_sequences=num_seats,
             batch_tokens=plan.max_num_batched_tokens,
             ubatch_tokens=plan.num_ubatch_tokens,
             num_threads=plan.num_threads,
             num_threads_batch=plan.num_threads_batch,
+            kv_unified=plan.kv_unified,
         )
         self._context = LlamaContext(model, sizes, options)
         self._seats: dict[int, int] = {}  # our seq_id -> the library's
-        self._free_seats = list(range(num_sequences - 1, -1, -1))
+        self._free_seats = list(range(num_seats))  # a heap
         self.capabilities_ = ExecutorCapabilities(
             vocab_size=model.vocab_size,
             max_model_len=plan.max_model_len,
-            num_blocks=min(plan.num_tokens, self._context.num_tokens),
+            num_blocks=min(sizes.num_tokens, self._context.num_tokens),
             block_size=1,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             partial_trim=model.can_trim,
             kv_kind=PER_SEQUENCE,
-            max_residents=num_sequences - 1,
+            max_residents=num_seats,
             max_kept_tokens=plan.max_kept_tokens,
+            min_shared_tokens=plan.min_shared_tokens,
         )
         self.eos_token_ids = config_end_tokens(translate_generation_config(header))
         self.plan = [f"llama.cpp through llama-cpp-python {library_version()}", *plan.describe()]
@@ -136,7 +137,7 @@ class LlamaCppExecutor(ForwardExecutor):
         Raises OutOfSlotsError, for those whose KV cannot be trimmed or, one at a time, the last for whom there is no
         room; RuntimeError if the library fails.
         """
-        lost = [op.seq_id for op in batch.cache_ops if not self._execute(op)]
+        lost = [_subject(op) for op in batch.cache_ops if not self._execute(op)]
         if lost and any(s.seq_id in lost for s in batch.sequences):
             raise OutOfSlotsError(lost)
         token_ids: list[int] = []
@@ -172,7 +173,8 @@ class LlamaCppExecutor(ForwardExecutor):
 
     def _seat(self, seq_id: int) -> int:
         if seq_id not in self._seats:
-            self._seats[seq_id] = self._free_seats.pop()
+            # The lowest first: sequences with memory of their own are computed together if their seats are neighbours.
+            self._seats[seq_id] = heapq.heappop(self._free_seats)
         return self._seats[seq_id]
 
     def _execute(self, operation: CacheOp) -> bool:
@@ -180,19 +182,26 @@ class LlamaCppExecutor(ForwardExecutor):
         match operation:
             case CopySequence(source, target, length):
                 self._context.copy(self._seats[source], self._seat(target), length)
+            case MoveSequence(source, target, length):
+                self._seats[target] = self._seats.pop(source)
+                return self._trim(target, length)
             case FreeSequence(seq_id) | TrimSequence(seq_id, 0):
                 self._leave(seq_id)
             case TrimSequence(seq_id, length) if seq_id in self._seats:
-                if not self._context.trim(self._seats[seq_id], length):
-                    self._leave(seq_id)
-                    return False
+                return self._trim(seq_id, length)
         return True
+
+    def _trim(self, seq_id: int, length: int) -> bool:
+        if self._context.trim(self._seats[seq_id], length):
+            return True
+        self._leave(seq_id)
+        return False
 
     def _leave(self, seq_id: int) -> None:
         seat = self._seats.pop(seq_id, None)
         if seat is not None:
             self._context.free(seat)
-            self._free_seats.append(seat)
+            heapq.heappush(self._free_seats, seat)
 
     def _warm_up(self) -> None:
         """Put one token through the model: what is mapped or allocated at first use is, while loading."""
@@ -254,12 +263,8 @@ class LlamaCppEmbedder:
         self._model.close()
 
 
-def _num_sequences(max_num_seqs: int, can_keep: bool) -> int:
-    wanted = 2 * max_num_seqs + 1 if can_keep else max_num_seqs + 1
-    if max_num_seqs + 1 > MAX_SEQUENCES:
-        message = f"max_num_seqs is {max_num_seqs}; llama.cpp has room for {MAX_SEQUENCES - 1}"
-        raise InvalidRequestError(message, param="max_num_seqs")
-    return min(wanted, MAX_SEQUENCES)
+def _subject(operation: CacheOp) -> int:
+    return operation.target if isinstance(operation, MoveSequence) else operation.seq_id
 
 
 def _end_early_on_signals(interrupt: Interrupt) -> None:

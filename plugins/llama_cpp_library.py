@@ -26,7 +26,6 @@ from suimon.plugins.llama_cpp_options import LlamaCppOptions
 logger = logging.getLogger(__name__)
 
 INSTALL_HINT = 'pip install "suimon[llama-cpp]"'
-MAX_SEQUENCES = 256  # of the library's, in one context
 # llama_decode's answers; what is below 0 is an error, what is below -1 one after which the context is not to be used.
 DECODED, NO_ROOM, ABORTED = 0, 1, 2
 
@@ -91,7 +90,10 @@ def library_version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSizes:
-    """``num_tokens`` of KV for at most ``num_sequences``, ``batch_tokens`` and ``ubatch_tokens`` in one computation."""
+    """``num_tokens`` of KV for at most ``num_sequences``, ``batch_tokens`` and ``ubatch_tokens`` in one computation.
+
+    With ``kv_unified`` they are one pool, else each sequence has an equal part.
+    """
 
     num_tokens: int
     num_sequences: int
@@ -99,6 +101,7 @@ class ContextSizes:
     ubatch_tokens: int
     num_threads: int
     num_threads_batch: int
+    kv_unified: bool = True
 
 
 class LlamaModel:
@@ -179,9 +182,7 @@ class LlamaContext:
         params.type_k = getattr(library, _CACHE_TYPES[options.type_k])
         params.type_v = getattr(library, _CACHE_TYPES[options.type_v])
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # One pool for all sequences: without it a part of a sequence cannot be copied (the process aborts), and each
-        # has an equal share of the memory. What that costs is in docs/llama-cpp.md.
-        params.kv_unified = True
+        params.kv_unified = self._is_pool = sizes.kv_unified  # what either costs is in docs/llama-cpp.md
         params.swa_full = True  # else what a sliding window has left behind is lost to whoever copies the sequence
         params.embeddings, params.pooling_type = embedding, _POOLING[options.pooling]
         params.no_perf = True
@@ -222,8 +223,13 @@ class LlamaContext:
         return np.array(np.ctypeslib.as_array(pointer, shape=(self._embedding_size,)))
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give ``target`` the first ``length`` tokens of ``source``."""
-        self._library.llama_memory_seq_cp(self._memory, source, target, 0, length)
+        """Give ``target``, which has none, the first ``length`` tokens of ``source``."""
+        if self._is_pool:
+            self._library.llama_memory_seq_cp(self._memory, source, target, 0, length)
+            return
+        # Asked for a part of what is not in a pool, the library aborts the process.
+        self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        self.trim(target, length)
 
     def trim(self, sequence: int, length: int) -> bool:
         """Forget positions from ``length`` on. False, with nothing changed, if the model's memory has no parts."""

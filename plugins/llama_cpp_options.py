@@ -27,9 +27,10 @@ class LlamaCppOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     type_k: CacheType = "f16"  # KV cache; q8_0 takes half the memory
     type_v: CacheType = "f16"
     flash_attention: Literal["auto", "on", "off"] = "auto"
+    kv_unified: bool | None = None  # one pool of KV for all; default: if there is no room for a whole context for each
     use_mmap: bool = True  # map the weights instead of reading them
     use_mlock: bool = False  # keep them from being swapped out
-    max_kept_tokens: Annotated[int, Meta(ge=0)] | None = None  # KV of ended sequences kept for reuse; default: see docs
+    max_kept_tokens: Annotated[int, Meta(ge=0)] | None = None  # of ended sequences, for reuse; default: see docs
     embedding: bool | None = None  # serve embeddings instead of text; default: if the file says that it is made for it
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"  # tokens to one vector; auto: as the file says
 

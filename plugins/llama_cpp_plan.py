@@ -26,9 +26,16 @@ CPU_KV_CACHE_LIMIT = GIB
 MAX_NUM_SEQS = {"cpu": 16, "gpu": 64}
 BATCHED_TOKENS = 512  # a step of this many keeps other streams waiting for as long as one computation of the library's
 EMBEDDING_TOKENS = 2048  # of one input, unless max_model_len says otherwise: an encoder takes all of it in one step
-# A CPU looks at every cell of the pool for every row, head and layer, and skips those of others: ended sequences slow
+# In one pool, a CPU looks at every cell for every row, head and layer, and skips those of others: ended sequences slow
 # down those that run (docs/llama-cpp.md has figures). The one that ended last is kept in any case.
 KEPT_TOKENS = {"cpu": 512, "gpu": 1 << 30}
+
+# Where each sequence has memory of its own, a copy moves all of it: per token of the context as much as computing this
+# part of a token, on the machines where it was measured.
+COPY_COST = 1 / 64
+OWN_SEATS = 4  # then at least, if they fit: conversations that take turns find each their own again
+MAX_SEQUENCES = 256  # of the library's, in one context
+_KV_PADDING = 256  # the library rounds the context of a sequence up to a multiple of it
 
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 _LIMITS = {"block_count": 4096, "context_length": 1 << 30, "embedding_length": 1 << 20}
@@ -38,7 +45,10 @@ _MAX_PARTS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaCppPlan:
-    """Sizes in tokens and sequences; ``kv_bytes`` is what one token takes."""
+    """Sizes in tokens and sequences; ``kv_bytes`` is what one token takes.
+
+    ``num_tokens`` are one pool for all sequences if ``kv_unified``, else equal parts of it belong to ``num_seats``.
+    """
 
     device: str
     max_model_len: int
@@ -50,6 +60,18 @@ class LlamaCppPlan:
     num_threads_batch: int
     max_kept_tokens: int
     kv_bytes: int
+    kv_unified: bool
+    num_seats: int
+
+    def _kv_words(self) -> str:
+        if self.kv_unified:
+            return f"{self.num_tokens:,} tokens in one pool, up to {self.max_kept_tokens:,} of them of ended sequences"
+        return f"{self.num_tokens // self.num_seats:,} tokens for each of {self.num_seats} sequences"
+
+    @property
+    def min_shared_tokens(self) -> int:
+        """A beginning that is shorter than this is faster computed again than copied."""
+        return 1 if self.kv_unified else max(1, round(self.num_tokens / self.num_seats * COPY_COST))
 
     def describe(self) -> list[str]:
         """A few lines for people."""
@@ -59,7 +81,7 @@ class LlamaCppPlan:
         )
         return [
             f"device {self.device}, {threads}",
-            f"KV cache {memory:.2f} GiB: {self.num_tokens:,} tokens, up to {self.max_kept_tokens:,} of ended sequences",
+            f"KV cache {memory:.2f} GiB: {self._kv_words()}",
             f"context {self.max_model_len:,} tokens",
             f"at most {self.max_num_seqs} sequences and {self.max_num_batched_tokens:,} tokens a step",
         ]
@@ -141,26 +163,31 @@ def make_plan(
     """Every size. Raises InvalidRequestError for a setting that cannot be met, ModelLoadError for no memory."""
     kind = "gpu" if on_gpu else "cpu"
     length = _model_length(config, header, embeds)
-    seqs = config.max_num_seqs or MAX_NUM_SEQS[kind]
+    seqs = 1 if embeds else config.max_num_seqs or MAX_NUM_SEQS[kind]
+    if seqs > MAX_SEQUENCES:
+        message = f"max_num_seqs is {seqs}; llama.cpp has room for {MAX_SEQUENCES}"
+        raise InvalidRequestError(message, param="max_num_seqs")
     batched = length if embeds else max(config.max_num_batched_tokens or BATCHED_TOKENS, seqs)
     threads = options.n_threads or config.num_threads or machine.usable_cores()
     kv_bytes = _kv_bytes(header, options)
-    num_tokens = length if embeds else _num_tokens(config, kv_bytes, length * seqs, kind)
-    if not embeds and num_tokens < length and config.max_model_len is not None:
-        message = f"max_model_len {length} does not fit a KV cache of {num_tokens} tokens; raise kv_cache_memory"
+    memory = _Memory.pool(length, 1) if embeds else _memory(config, options, kv_bytes, length, seqs, kind)
+    if memory.longest < length and config.max_model_len is not None:
+        message = f"max_model_len {length} does not fit: {memory.describe()}; raise kv_cache_memory"
         raise InvalidRequestError(message, param="max_model_len")
-    kept = KEPT_TOKENS[kind] if options.max_kept_tokens is None else options.max_kept_tokens
+    kept = KEPT_TOKENS[kind] if options.max_kept_tokens is None and memory.is_pool else options.max_kept_tokens
     return LlamaCppPlan(
         device=kind,
-        max_model_len=min(length, num_tokens),
-        num_tokens=num_tokens,
+        max_model_len=min(length, memory.longest),
+        num_tokens=memory.num_tokens,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
         num_ubatch_tokens=batched if embeds else min(options.n_ubatch, batched),
         num_threads=threads,
         num_threads_batch=options.n_threads_batch or threads,
-        max_kept_tokens=min(kept, num_tokens),
+        max_kept_tokens=memory.num_tokens if kept is None else min(kept, memory.num_tokens),
         kv_bytes=kv_bytes,
+        kv_unified=memory.is_pool,
+        num_seats=memory.num_seats,
     )
 
 
@@ -172,17 +199,65 @@ def _model_length(config: EngineConfig, header: GGUFHeader, embeds: bool) -> int
     return config.max_model_len or (min(own, EMBEDDING_TOKENS) if embeds else own)
 
 
-def _num_tokens(config: EngineConfig, kv_bytes: int, useful: int, kind: str) -> int:
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """``num_tokens`` of KV: one pool, or equal parts of it for each of ``num_seats`` sequences."""
+
+    num_tokens: int
+    num_seats: int
+    is_pool: bool
+
+    @classmethod
+    def pool(cls, num_tokens: int, num_seqs: int) -> _Memory:
+        return cls(num_tokens, min(2 * num_seqs, MAX_SEQUENCES), is_pool=True)
+
+    @classmethod
+    def own(cls, length: int, num_seats: int) -> _Memory:
+        """Each sequence's part is what the library makes of ``length``."""
+        return cls(-(-length // _KV_PADDING) * _KV_PADDING * num_seats, num_seats, is_pool=False)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one sequence can have."""
+        return self.num_tokens if self.is_pool else self.num_tokens // self.num_seats
+
+    def describe(self) -> str:
+        if self.is_pool:
+            return f"the KV cache has {self.num_tokens:,} tokens"
+        return f"the KV cache has {self.longest:,} tokens for each of {self.num_seats} sequences"
+
+
+def _memory(
+    config: EngineConfig, options: LlamaCppOptions, kv_bytes: int, length: int, num_seqs: int, kind: str
+) -> _Memory:
+    """Own memory for each sequence, which is faster, if ``num_seqs`` whole contexts fit; else one pool for all.
+
+    Where each has its own, a few of them keep what has ended even if fewer may run at a time.
+    """
+    allowed = _allowed_tokens(config, kv_bytes, kind)
+    fits = allowed >= length * num_seqs
+    if options.kv_unified or (options.kv_unified is None and not fits):
+        return _Memory.pool(min(allowed, length * num_seqs), num_seqs)
+    if fits:
+        return _Memory.own(length, min(max(num_seqs, OWN_SEATS), allowed // length))
+    share = allowed // num_seqs // _KV_PADDING * _KV_PADDING
+    if not share:
+        message = f"a KV cache of {allowed:,} tokens gives none of {num_seqs} sequences {_KV_PADDING} of its own"
+        raise InvalidRequestError(f"{message}; set kv_unified = true or lower max_num_seqs", param="options.kv_unified")
+    return _Memory.own(share, num_seqs)
+
+
+def _allowed_tokens(config: EngineConfig, kv_bytes: int, kind: str) -> int:
     if config.num_blocks is not None:
         return config.num_blocks * config.block_size
     budget = config.kv_cache_memory
     if budget is None:
         budget = int(config.memory_utilization * machine.available_memory())
         budget = min(budget, CPU_KV_CACHE_LIMIT) if kind == "cpu" else budget
-    if budget < 256 * kv_bytes:
-        need = f"256 tokens take {256 * kv_bytes:,} bytes, and {budget:,} are allowed"
+    if budget < _KV_PADDING * kv_bytes:
+        need = f"{_KV_PADDING} tokens take {_KV_PADDING * kv_bytes:,} bytes, and {budget:,} are allowed"
         raise ModelLoadError(f"no memory for a KV cache: {need}")
-    return min(useful, budget // kv_bytes)
+    return budget // kv_bytes
 
 
 def _kv_bytes(header: GGUFHeader, options: LlamaCppOptions) -> int:

@@ -18,6 +18,7 @@ from suimon.core_engine.batch import (
     CopyBlock,
     CopySequence,
     FreeSequence,
+    MoveSequence,
     ScheduledBatch,
     ScheduledSequence,
     TrimSequence,
@@ -264,6 +265,10 @@ class ContiguousExecutor(HashExecutor):
                 self._expect(not self.cells.get(target), f"{target} holds something already")
                 self._expect(len(self.cells.get(source, [])) >= length, f"{source} holds less than {length}")
                 self.cells[target] = self.cells[source][:length]
+            case MoveSequence(source, target, length):
+                self._expect(not self.cells.get(target), f"{target} holds something already")
+                self._expect(len(self.cells.get(source, [])) >= length, f"{source} holds less than {length}")
+                self.cells[target] = self.cells.pop(source)[:length]
             case TrimSequence(seq_id, length):
                 del self.cells.get(seq_id, [])[length:]
             case FreeSequence(seq_id):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from suimon.core_engine.batch import CopySequence, FreeSequence, TrimSequence
+from suimon.core_engine.batch import CopySequence, FreeSequence, MoveSequence, TrimSequence
 from suimon.core_engine.executor import PAGED, PER_SEQUENCE
 from suimon.core_engine.sequence import Sequence
 from suimon.core_engine.slot_manager import SlotManager, common_prefix
@@ -116,10 +116,37 @@ def test_there_are_never_more_residents_than_seats(build: ModuleType) -> None:
     end(slots, run(slots, build.make_sequence([1, 2, 3], 1)))
     run(slots, build.make_sequence([5], 2))
     run(slots, build.make_sequence([1, 2, 4], 3))
-    operations = slots.take_cache_ops()
-    assert operations == [CopySequence(1, 3, 2), FreeSequence(1)], "copied from before it is given up"
+    assert slots.take_cache_ops() == [MoveSequence(1, 3, 2)], "the only seat to be had is the source's"
     assert counts(slots) == (100 - 4, 4, 0)
     slots.check_integrity()
+
+
+def test_a_copy_drives_out_who_is_not_its_source(build: ModuleType) -> None:
+    slots = SlotManager(100, 3)
+    for seq_id in (1, 2):
+        end(slots, run(slots, build.make_sequence([seq_id, 2, 3], seq_id)))
+    run(slots, build.make_sequence([5], 3))
+    run(slots, build.make_sequence([1, 2, 4], 4))
+    assert slots.take_cache_ops() == [FreeSequence(2), CopySequence(1, 4, 2)]
+    slots.check_integrity()
+
+
+def test_whoever_goes_on_with_all_of_an_ended_sequence_takes_its_seat(build: ModuleType) -> None:
+    slots = SlotManager(100, 8)
+    end(slots, run(slots, build.make_sequence([1, 2, 3], 1)))
+    run(slots, build.make_sequence([1, 2, 3, 4], 2))
+    assert slots.take_cache_ops() == [MoveSequence(1, 2, 3)]
+    assert counts(slots) == (96, 4, 0)
+    run(slots, build.make_sequence([1, 2, 3, 5], 3))
+    assert slots.take_cache_ops() == [CopySequence(2, 3, 3)], "the other runs"
+    slots.check_integrity()
+
+
+def test_beginnings_that_are_too_short_are_not_worth_a_copy(build: ModuleType) -> None:
+    slots = SlotManager(100, 8, min_shared=3)
+    run(slots, build.make_sequence([1, 2, 3, 4], 1))
+    assert slots.find_prefix(build.make_sequence([1, 2, 9], 2)) == []
+    assert len(slots.find_prefix(build.make_sequence([1, 2, 3, 9], 2))) == 3
 
 
 def test_no_more_is_kept_than_allowed(build: ModuleType) -> None:
@@ -193,11 +220,14 @@ class SlotMachine(RuleBasedStateMachine):
                 case CopySequence(source, target, length):
                     assert target not in self.llama and len(self.llama[source]) >= length
                     self.llama[target] = self.llama[source][:length]
+                case MoveSequence(source, target, length):
+                    assert target not in self.llama and len(self.llama[source]) >= length
+                    self.llama[target] = self.llama.pop(source)[:length]
                 case TrimSequence(seq_id, length):
                     del self.llama[seq_id][length:]
                 case FreeSequence(seq_id):
                     del self.llama[seq_id]
-            assert len(self.llama) <= self.SEATS + 1, "one more than seats, between a copy and what it drives out"
+            assert len(self.llama) <= self.SEATS
 
     @precondition(lambda self: len(self.running) < self.SEATS)
     @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=9), salt=st.sampled_from([None, None, "s"]))
@@ -350,3 +380,24 @@ def test_random_crowds(build: ModuleType, data: st.DataObject) -> None:
     for (name, _), got in results.items():
         assert name not in expected or got.token_ids == expected[name]
     assert set(expected) <= {name for name, _ in results}
+
+
+def test_a_failed_step_forgets_whose_seat_it_was_to_hand_over(build: ModuleType) -> None:
+    engine = make_engine(build, 64)
+    prompt, params = build.make_prompt(8), build.make_params(max_tokens=2)
+    engine.add_request("first", prompt, params)
+    (first,) = build.run_to_end(engine).values()
+    engine.add_request("second", [*prompt, *first.token_ids, 5], params)
+    submit = engine.executor.submit
+
+    def fail(batch: Any, sampling: Any) -> Any:
+        assert [type(op) for op in batch.cache_ops] == [MoveSequence]
+        engine.executor.submit = submit
+        raise RuntimeError("the device is gone")
+
+    engine.executor.submit = fail
+    (second,) = build.run_to_end(engine).values()
+    assert second.finish_reason == "error"
+    engine.add_request("third", build.make_prompt(5), params)
+    build.run_to_end(engine)
+    assert set(engine.executor.cells) == {3} and not engine.executor.violations

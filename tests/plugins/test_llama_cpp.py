@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from suimon.core_engine.batch import FreeSequence, ScheduledBatch, ScheduledSequence, TrimSequence
+from suimon.core_engine.batch import (
+    CopySequence,
+    FreeSequence,
+    MoveSequence,
+    ScheduledBatch,
+    ScheduledSequence,
+    TrimSequence,
+)
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
 from suimon.core_engine.executor import OutOfSlotsError
@@ -63,6 +70,14 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
             assert abs(left.logprob - right.logprob) < TIE
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["own KV", "one pool"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Both ways to lay out the KV. 64 blocks of 16 hold the whole context of 4 sequences: without a word, each has its
+    own.
+    """
+    return {"kv_unified": True} if request.param else {}
+
+
 @pytest.fixture(scope="module")
 def llm(demo_gguf: Path) -> Iterator[LLM]:
     """Nothing is kept between requests: every one of them is computed."""
@@ -79,8 +94,15 @@ def alone(llm: LLM) -> list[Completion]:
 # --- the engine's loop over the library -------------------------------------------------------------------------------
 
 
-def test_twelve_requests_over_four_sequences_give_what_each_gives_alone(llm: LLM, alone: list[Completion]) -> None:
+def test_twelve_requests_over_four_sequences_give_what_each_gives_alone(
+    demo_gguf: Path, alone: list[Completion], options: dict[str, Any]
+) -> None:
     """Prompts are longer than a step's budget, so that chunks of some are computed with decodes of others."""
+    with make_llm(demo_gguf, executor_options=options, enable_prefix_caching=False, max_num_batched_tokens=16) as llm:
+        _check_a_crowd(llm, alone)
+
+
+def _check_a_crowd(llm: LLM, alone: list[Completion]) -> None:
     batches: list[tuple[int, int]] = []
     executor = llm.engine.executor
     forward = executor.forward
@@ -91,33 +113,32 @@ def test_twelve_requests_over_four_sequences_give_what_each_gives_alone(llm: LLM
         return forward(batch)
 
     executor.forward = watched  # type: ignore[method-assign]
-    try:
-        got = answers(llm, PROMPTS * 2)
-        assert_same(got, alone * 2)
-        assert sum(mine.token_ids == other.token_ids for mine, other in zip(got, alone * 2, strict=True)) >= 6
-    finally:
-        del executor.forward
+    got = answers(llm, PROMPTS * 2)
+    assert_same(got, alone * 2)
+    assert sum(mine.token_ids == other.token_ids for mine, other in zip(got, alone * 2, strict=True)) >= 6
     assert sum(1 for prefills, decodes in batches if prefills and decodes) >= 5
     assert max(prefills + decodes for prefills, decodes in batches) == 4
     llm.engine.check_integrity()
 
 
-def test_reused_prefixes_change_nothing(demo_gguf: Path, llm: LLM) -> None:
+def test_reused_prefixes_change_nothing(demo_gguf: Path, llm: LLM, options: dict[str, Any]) -> None:
     story = "In the year 1842 a lighthouse keeper wrote down the height of every tide. His notes say that"
     prompts = [story, f"{story} in spring", f"{story} in autumn", story + " the", "Water boils at"]
-    expected = answers(llm, prompts)
-    with make_llm(demo_gguf, max_num_batched_tokens=16) as caching:
+    expected, story_ids = answers(llm, prompts), llm.tokenize(story)
+    with make_llm(demo_gguf, executor_options=options, max_num_batched_tokens=16) as caching:
+        assert caching.engine.executor.capabilities.max_residents == (8 if options else 4)
         results = caching.generate(prompts, GREEDY) + caching.generate(prompts, GREEDY)
         assert_same([result.completions[0] for result in results], expected * 2)
         again = results[5:]
-        assert all(result.num_cached_tokens == len(result.prompt_token_ids) - 1 for result in again[:4])
+        assert all(result.num_cached_tokens >= len(story_ids) - 1 for result in again[:4])
+        assert again[0].num_cached_tokens == len(story_ids) - 1
         stats = caching.engine.stats()
         assert stats.used_blocks == 0 and 0 < stats.cached_blocks <= 512
         caching.engine.check_integrity()
 
 
-def test_choices_share_the_prompt_and_differ(demo_gguf: Path) -> None:
-    with make_llm(demo_gguf) as llm:
+def test_choices_share_the_prompt_and_differ(demo_gguf: Path, options: dict[str, Any]) -> None:
+    with make_llm(demo_gguf, executor_options=options) as llm:
         sampling = EngineSampling(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
         (first,), (second,) = llm.generate(PROMPTS[2], sampling), llm.generate(PROMPTS[2], sampling)
         texts = [completion.text for completion in first.completions]
@@ -176,11 +197,12 @@ def sequence(seq_id: int, token_ids: list[int], start: int = 0, num_logits: int 
     return ScheduledSequence(seq_id, token_ids, start, [], num_logits)
 
 
-@pytest.fixture(scope="module")
-def executor(demo_gguf: Path) -> Iterator[LlamaCppExecutor]:
-    config = EngineConfig(model="m", max_model_len=128, max_num_seqs=4, num_threads=1, num_blocks=16)
+@pytest.fixture(scope="module", params=[16, 32], ids=["one pool", "own KV"])
+def executor(demo_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LlamaCppExecutor]:
+    config = EngineConfig(model="m", max_model_len=128, max_num_seqs=4, num_threads=1, num_blocks=request.param)
     made = make_executor(config, demo_gguf)
     assert isinstance(made, LlamaCppExecutor)
+    assert made.capabilities.max_residents == (8 if request.param == 16 else 4)
     yield made
     made.close()
 
@@ -202,7 +224,7 @@ def test_rows_of_logits_come_in_the_batchs_order(executor: LlamaCppExecutor) -> 
 def forget(executor: LlamaCppExecutor, *seq_ids: int) -> None:
     for seq_id in seq_ids:
         executor._execute(FreeSequence(seq_id))
-    assert executor._seats == {} and len(set(executor._free_seats)) == 9
+    assert executor._seats == {} and len(set(executor._free_seats)) == executor.capabilities.max_residents
 
 
 def test_the_logits_are_the_librarys_own_memory(executor: LlamaCppExecutor) -> None:
@@ -219,6 +241,22 @@ def test_a_trimmed_end_is_forgotten(executor: LlamaCppExecutor) -> None:
     again = executor.forward(ScheduledBatch(3, [sequence(31, [282], 2)], [TrimSequence(31, 2)]))
     assert again.argmax() == expected.argmax()
     forget(executor, 31)
+
+
+def test_a_beginning_is_copied_or_handed_over(executor: LlamaCppExecutor) -> None:
+    prompt, other = [504, 3575, 282, 7042], [12, 42, 99]
+    expected = executor.forward(ScheduledBatch(1, [sequence(35, prompt)])).clone()
+    executor.forward(ScheduledBatch(2, [sequence(36, other)]))
+    copied = executor.forward(ScheduledBatch(3, [sequence(37, prompt[3:], 3)], [CopySequence(35, 37, 3)])).clone()
+    operations = [FreeSequence(35), MoveSequence(37, 38, 3), CopySequence(36, 39, 2)]
+    moved, beside = executor.forward(
+        ScheduledBatch(4, [sequence(38, prompt[3:], 3), sequence(39, other[2:], 2)], operations)
+    ).clone()
+    assert beside.argmax() == executor.forward(ScheduledBatch(5, [sequence(40, other)])).argmax()
+    for logits in (copied, moved):
+        torch.testing.assert_close(logits.flatten(), expected.flatten(), atol=TIE, rtol=0.0)
+        assert logits.argmax() == expected.argmax()
+    forget(executor, 36, 38, 39, 40)
 
 
 def test_a_memory_without_parts_is_computed_again(executor: LlamaCppExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +352,7 @@ def running(demo_gguf: Path) -> Iterator[Running]:
 
 def test_it_chats_and_says_what_it_chose(running: Running) -> None:
     lines = "\n".join(running.backend.describe())
-    assert "llama-cpp-python" in lines and "1,024 tokens" in lines and "1 threads" in lines
+    assert "llama-cpp-python" in lines and "256 tokens for each of 4 sequences" in lines and "1 threads" in lines
     sampling = SamplingParams(temperature=0.0, max_tokens=8)
     deltas = running.run(running.collect(messages=(Message(role="user", content="Hi!"),), sampling=sampling))
     assert "".join(delta.text for delta in deltas).strip() and deltas[-1].usage is not None
@@ -421,7 +459,7 @@ def test_a_file_that_the_library_refuses_is_a_clear_error(tmp_path: Path) -> Non
 def test_impossible_settings_are_refused(demo_gguf: Path) -> None:
     for options, message in (
         ({"max_model_len": 1 << 20}, "positions end at 8192"),
-        ({"max_num_seqs": 300}, "room for 255"),
+        ({"max_num_seqs": 300}, "room for 256"),
         ({"executor_options": {"n_thread": 1}}, "n_thread"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
