@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -96,7 +96,7 @@ class SettingsFile:
         for name, value in table.items():
             if name not in known:
                 self.refuse(f"unknown key{_remedy(name, known)}", *within, name)
-            elif isinstance(value, list):
+            elif isinstance(value, list) and _is_list(known[name]):
                 values[name] = tuple(self._items(known[name], value, (*within, name)))
             else:
                 values |= self._value(known[name], value, (*within, name))
@@ -112,17 +112,14 @@ class SettingsFile:
 
     def _items(self, option: Option, value: list[Any], key: tuple[str | int, ...]) -> Iterator[Any]:
         """The items of a list, each checked by itself."""
-        kind = get_args(get_args(option.type)[0])
-        if not kind:
-            self._value(option, value, key)
-            return
+        kind = get_args(get_args(option.type)[0])[0]
         for index, item in enumerate(value):
-            if kind[0] is ApiKey and isinstance(item, dict) and not self._is_api_key(item, (*key, index)):
+            if kind is ApiKey and isinstance(item, dict) and not self._is_api_key(item, (*key, index)):
                 continue
             try:
-                yield convert_to(kind[0], item)
+                yield convert_to(kind, item)
             except ValueError as error:
-                said = _with_value(str(error), item, hidden=kind[0] is ApiKey)
+                said = _with_value(str(error), item, hidden=kind is ApiKey)
                 self.refuse(f"{said}; correct it or take it out", *key, index)
 
     def _is_api_key(self, table: Mapping[str, Any], within: tuple[str | int, ...]) -> bool:
@@ -150,6 +147,11 @@ def _read(path: str) -> str:
         line = found[1] if found else text.count("\n") + 1  # "at end of document"
         raise ConfigError(f"{path}:{line}: is not valid TOML: {error}") from None
     return text
+
+
+def _is_list(option: Option) -> bool:
+    """Whether it holds several: ``str | None`` and ``dict[str, Any]`` have arguments too, and no items."""
+    return get_origin(get_args(option.type)[0]) is tuple
 
 
 def _spelled(key: Sequence[str | int]) -> str:

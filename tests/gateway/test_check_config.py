@@ -95,6 +95,20 @@ def test_what_plugins_refuse_is_told_with_what_is_wrong_by_itself(tmp_path: Path
     assert dealy.startswith("13: models[2].options: ") and "'dealy'" in dealy
 
 
+def test_a_list_where_one_value_belongs_is_a_mistake(tmp_path: Path) -> None:
+    text = (
+        'plugins_dir = ["a"]\napi_key_file = ["a"]\nport = [1]\n[[models]]\nserved_model_name = ["a"]\ndtype = ["a"]\n'
+        'max_model_len = [1]\noptions = ["a"]\n[[models]]\noptions = [1]\nbackend = []\n'
+    )
+    said = mistakes(tmp_path, text)
+    places = [line.split(": expected ")[0] for line in said]
+    assert places == [
+        *("1: plugins_dir", "2: api_key_file", "3: port", "5: models[0].served_model_name", "6: models[0].dtype"),
+        *("7: models[0].max_model_len", "8: models[0].options", "10: models[1].options", "11: models[1].backend"),
+    ]
+    assert all(", got array; correct it or leave it out" in line for line in said), said
+
+
 def test_a_circle_of_fallbacks_is_spelled_out(tmp_path: Path) -> None:
     tables = [("a", "b"), ("b", "c"), ("c", "a"), ("d", "a"), ("e", "e")]
     text = "".join(f'[[models]]\nserved_model_name = "{name}"\nfallback = ["{other}"]\n' for name, other in tables)
