@@ -72,7 +72,7 @@ class RemoteBackend(Backend):
             seen = await self.look()
         except UpstreamError as failure:
             seen = Health(state="failed", detail=failure.error.message)
-            self.client.record_outage()
+            self.client.breaker.seen_dead()
         except BackendError as error:
             seen = Health(state="failed", detail=error.message)
         except Exception as error:  # a subclass's own: the looking goes on

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from suimon.gateway.hookspecs import BackendError, BackendUnavailable
-from suimon.plugins.circuit_breaker import CircuitBreaker
+from suimon.gateway.hookspecs import BackendCrashed, BackendError, BackendUnavailable
+from suimon.plugins.circuit_breaker import CircuitBreaker, Ticket
 from suimon.plugins.remote_errors import MAX_ERROR_BODY, Translator, UpstreamError
 from suimon.plugins.remote_options import RemoteOptions, Secret
 from suimon.plugins.remote_streams import StreamTooLong
@@ -48,7 +48,8 @@ class Reader(Protocol):
 class Reply:
     """An answer that has begun. Read ``items``, then ``close`` it, whatever happened: that ends the connection.
 
-    ``release`` before closing an answer that was complete lets its connection be used again.
+    ``note`` what went wrong before closing, so that the circuit breaker learns of it. ``release`` of an answer that was
+    complete lets its connection be used again.
     """
 
     def __init__(
@@ -58,13 +59,16 @@ class Reply:
         first: bytes,
         rest: AsyncGenerator[bytes, None],
         span: UpstreamSpan,
+        ticket: Ticket,
     ) -> None:
         self._client = client
         self._response = response
         self._first = first
         self._rest = rest
         self._span = span
+        self._ticket = client.breaker.heard(ticket)
         self._error: BaseException | None = None
+        self._is_closed = False
 
     async def items(self, reader: Reader) -> AsyncGenerator[bytes, None]:
         """What the stream frames, each item as soon as its last byte is here.
@@ -90,7 +94,9 @@ class Reply:
         """The next bytes, None after the last. ``end`` is the time.monotonic() by which all must have come."""
         try:
             async with asyncio.timeout(min(self._client.options.idle_timeout, end - time.monotonic())):
-                return await anext(self._rest, None)
+                piece = await anext(self._rest, None)
+            self._ticket = self._client.breaker.heard(self._ticket)
+            return piece
         except TimeoutError:
             raise self.failed("took too long to go on with its answer") from None
         except self._client.transport_errors as error:
@@ -98,10 +104,9 @@ class Reply:
             raise self.failed("broke off its answer") from None
 
     def failed(self, what: str) -> BackendError:
-        """The error to raise for an answer that went wrong at the server's end; counted as an outage."""
+        """The error to raise for an answer that went wrong at the server's end."""
         error = self._client.errors.malformed(what)
         self.note(error)
-        self._client.record_outage()
         return error
 
     def note(self, error: BaseException) -> None:
@@ -109,7 +114,8 @@ class Reply:
         self._error = error
 
     async def release(self) -> None:
-        """The answer is complete: read what little may follow."""
+        """The answer is complete, whatever befell the connection since: read what little may follow."""
+        self._error = None
         with suppress(TimeoutError, *self._client.transport_errors):
             async with asyncio.timeout(DRAIN_TIME):
                 for _ in range(DRAIN_PIECES):
@@ -118,11 +124,24 @@ class Reply:
 
     async def close(self) -> None:
         """End it; an answer that was not read to its end takes its connection along, which tells the server."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._judge(self._client.breaker)
         try:
             await self._rest.aclose()
             await self._response.aclose()
         finally:
             self._span.end(self._error)
+
+    def _judge(self, breaker: CircuitBreaker) -> None:
+        """Tell the circuit breaker how it went. A client that left, or a mistake of ours, says nothing about that."""
+        if isinstance(self._error, BackendCrashed | BackendUnavailable):
+            breaker.failed(self._ticket)
+        elif self._error is None or isinstance(self._error, BackendError):
+            breaker.succeeded(self._ticket)
+        else:
+            breaker.abandoned(self._ticket)
 
 
 class RemoteClient:
@@ -204,7 +223,7 @@ class RemoteClient:
         span = UpstreamSpan(trace_context or {}, self.root)
         content = msgspec.json.encode(body)
         try:
-            return await self._attempts(lambda: self._begin(path, content, content_types, span), span)
+            return await self._attempts(lambda ticket: self._begin(path, content, content_types, span, ticket), span)
         except BaseException as error:
             span.end(error)
             raise
@@ -212,7 +231,7 @@ class RemoteClient:
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The decoded JSON answer to one request, repeated as a stream's would be. Raises BackendErrors."""
         content = None if body is None else msgspec.json.encode(body)
-        return await self._attempts(lambda: self._ask(method, path, content))
+        return await self._attempts(lambda ticket: self._ask(method, path, content, ticket))
 
     async def look(self, path: str, timeout: float) -> tuple[int, bytes]:
         """(status, beginning of the body) of a GET, at once and once, whatever the circuit breaker says.
@@ -231,19 +250,13 @@ class RemoteClient:
         except self.transport_errors as error:
             raise self._unreachable(error) from None
 
-    def record_outage(self) -> None:
-        """An answer that had begun failed: one more failure, where the circuit is closed."""
-        ticket = self.breaker.enter()
-        if ticket is not None:
-            self.breaker.failed(ticket)
-
     def describe(self, error: BaseException) -> str:
         """An error for the log: its class and its words, without keys."""
         return f"{type(error).__name__}: {self.errors.clean(str(error))}"
 
     # --- Attempts -----------------------------------------------------------------------------------------------------
 
-    async def _attempts(self, attempt: Callable[[], Awaitable[T]], span: UpstreamSpan | None = None) -> T:
+    async def _attempts(self, attempt: Callable[[Ticket], Awaitable[T]], span: UpstreamSpan | None = None) -> T:
         for number in range(self.options.retries + 1):
             if span is not None and number:
                 span.resent(number)
@@ -266,36 +279,38 @@ class RemoteClient:
             return backoff
         return failure.wait + backoff if failure.wait <= self.options.max_retry_wait else None
 
-    async def _guarded(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """One attempt, if the circuit breaker lets it through, and its verdict."""
+    async def _guarded(self, attempt: Callable[[Ticket], Awaitable[T]]) -> T:
+        """One attempt, if the circuit breaker lets it through, and the verdict if it fails; else that is its own."""
         ticket = self.breaker.enter()
         if ticket is None:
             message = f"{self.errors.server} has been failing and is left alone for now"
             raise BackendUnavailable(message, retry_after=max(1.0, self.breaker.wait))
         try:
-            result = await attempt()
+            return await attempt(ticket)
         except UpstreamError as failure:
             (self.breaker.failed if failure.outage else self.breaker.succeeded)(ticket)
             raise
         except BaseException:
             self.breaker.abandoned(ticket)
             raise
-        self.breaker.succeeded(ticket)
-        return result
 
-    async def _begin(self, path: str, content: bytes, types: tuple[str, ...], span: UpstreamSpan) -> Reply:
+    async def _begin(
+        self, path: str, content: bytes, types: tuple[str, ...], span: UpstreamSpan, ticket: Ticket
+    ) -> Reply:
         """Send, and wait for the first byte of the answer. Raises UpstreamError."""
         try:
             async with asyncio.timeout(self.options.first_byte_timeout):
                 response = await self._send("POST", path, content, span.headers | {"accept": types[0]})
                 span.status(response.status_code)
-                return await self._begun(response, types, span)
+                return await self._begun(response, types, span, ticket)
         except TimeoutError:
             raise self.errors.unavailable("took too long to begin its answer", outage=True) from None
         except self.transport_errors as error:
             raise self._unreachable(error) from None
 
-    async def _begun(self, response: httpx2.Response, types: tuple[str, ...], span: UpstreamSpan) -> Reply:
+    async def _begun(
+        self, response: httpx2.Response, types: tuple[str, ...], span: UpstreamSpan, ticket: Ticket
+    ) -> Reply:
         try:
             await self._check(response, types)
             pieces: Any = response.aiter_raw()
@@ -303,18 +318,20 @@ class RemoteClient:
             if first is None:
                 raise self.errors.unavailable("ended its answer before it began", retriable=True, outage=True)
             span.first_byte()
-            return Reply(self, response, first, pieces, span)
+            return Reply(self, response, first, pieces, span, ticket)
         except BaseException:
             await response.aclose()
             raise
 
-    async def _ask(self, method: str, path: str, content: bytes | None) -> Any:
+    async def _ask(self, method: str, path: str, content: bytes | None, ticket: Ticket) -> Any:
         try:
             async with asyncio.timeout(self.options.first_byte_timeout):
                 response = await self._send(method, path, content, {"accept": "application/json"})
                 try:
                     await self._check(response, ("application/json",))
-                    return msgspec.json.decode(await _read(response, MAX_JSON))
+                    answer = msgspec.json.decode(await _read(response, MAX_JSON))
+                    self.breaker.succeeded(ticket)
+                    return answer
                 finally:
                     await response.aclose()
         except TimeoutError:

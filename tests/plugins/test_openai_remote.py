@@ -454,6 +454,47 @@ def test_a_server_that_comes_later_is_found_by_the_next_look(wire) -> None:
     asyncio.run(test())
 
 
+def test_looks_that_fail_once_in_a_while_do_not_add_up(wire) -> None:
+    is_up = False
+
+    async def now_and_then(exchange: Any) -> None:
+        await (exchange.whole(200, {}) if is_up else exchange.send(b"no HTTP\r\n\r\n"))
+
+    async def test() -> None:
+        nonlocal is_up
+        async with wire.Upstream(now_and_then) as upstream:
+            backend = remote(upstream.url, kind="vllm", breaker_failures=2)
+            backend.client.open()
+            for is_up in (False, True) * 3:
+                await backend.refresh()
+                assert (await backend.health()).ready == is_up
+                assert backend.client.breaker.state == "closed"
+            await backend.stop()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[b"data: {\n\n"], [b"data: [DONE]\n\n"], [b'data: {"error": {"message": "CUDA error", "code": 500}}\n\n']],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_answers_that_are_none_open_the_circuit(wire, events, begun) -> None:
+    async def test() -> None:
+        sent = [wire.chat_event("begun")] * begun + events
+        async with wire.Upstream(stream(*sent)) as upstream:
+            backend = remote(upstream.url, kind="vllm", breaker_failures=2)
+            backend.client.open()
+            for _ in range(2):
+                assert backend.client.breaker.state == "closed"
+                with pytest.raises(BackendError):
+                    await collect(backend)
+            assert backend.client.breaker.state == "open"
+            await backend.stop()
+
+    asyncio.run(test())
+
+
 # --- Tokens -----------------------------------------------------------------------------------------------------------
 
 

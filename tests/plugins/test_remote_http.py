@@ -470,14 +470,78 @@ def test_what_the_client_did_wrong_does_not_open_the_circuit(run) -> None:
     run(test, answer(400), answer(401), answer(429), retries=0, breaker_failures=2)
 
 
-def test_answers_that_break_off_open_it_too_and_no_attempt_outlives_it(run) -> None:
+def test_answers_that_break_off_open_it_too(run) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        for _ in range(3):
+            assert caller.client.breaker.state == "closed"
+            await caller.error()
+        assert caller.client.breaker.state == "open"
+        assert len(upstream.requests) == 3
+
+    run(test, broken(end="reset"), broken(), broken(end="reset"), breaker_failures=3)
+
+
+def test_an_answer_between_two_that_break_off_starts_the_count_anew(run) -> None:
     async def test(upstream: Any, caller: Caller) -> None:
         await caller.error()
+        assert await caller.events() == [b"1", b"2"]
+        await caller.error()
+        assert caller.client.breaker.state == "closed"
+
+    run(test, broken(), two_events, broken(), breaker_failures=2)
+
+
+def test_no_attempt_outlives_an_open_circuit(run) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
         await caller.error()
         assert caller.client.breaker.state == "open"
         assert len(upstream.requests) == 2, "the circuit opened, so nothing was repeated"
 
-    run(test, broken(end="reset"), reset, retries=5, breaker_failures=2)
+    run(test, reset, retries=5, breaker_failures=2)
+
+
+def test_a_caller_who_leaves_in_mid_answer_is_no_verdict_on_the_server(run) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        await caller.error()
+        reply = await caller.client.stream("/x", {}, content_types=("text/event-stream",))
+        reply.note(asyncio.CancelledError())
+        await reply.close()
+        await reply.close()
+        assert caller.client.breaker.state == "closed"
+        await caller.error()
+        assert caller.client.breaker.state == "open"
+
+    run(test, broken(), broken(end="stall"), broken(), breaker_failures=2)
+
+
+def test_streams_that_died_with_a_server_do_not_open_the_circuit_of_its_successor(run) -> None:
+    """They are found dead together, long after; the server is back, as another answer has shown."""
+    found_dead = asyncio.Event()
+
+    async def dying(exchange: Any) -> None:
+        await exchange.head()
+        await exchange.send(b"data: 1\n\n")
+        await found_dead.wait()
+        exchange.reset()
+
+    async def test(upstream: Any, caller: Caller) -> None:
+        reading: list[bytes] = []
+        streams = [asyncio.create_task(read_until_it_breaks(caller, reading)) for _ in range(5)]
+        await upstream.settle(lambda: len(reading) == 5)
+        assert await caller.events() == [b"1", b"2"]
+        found_dead.set()
+        await asyncio.gather(*streams)
+        assert caller.client.breaker.state == "closed"
+
+    async def read_until_it_breaks(caller: Caller, reading: list[bytes]) -> None:
+        reply = await caller.client.stream("/x", {}, content_types=("text/event-stream",))
+        items = reply.items(EventReader())
+        reading.append(await anext(items))
+        with pytest.raises(BackendCrashed):
+            await anext(items)
+        await reply.close()
+
+    run(test, *[dying] * 5, two_events, breaker_failures=5)
 
 
 # --- The trace --------------------------------------------------------------------------------------------------------
