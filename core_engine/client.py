@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from suimon.core_engine.chat_template import ChatTemplateRenderer
@@ -54,6 +55,7 @@ from suimon.core_engine.tokenizer import Tokenizer
 from suimon.core_engine.tracing import record_spans
 
 PROMPT_THREADS = 2
+MAX_QUEUED_INPUTS = 1 << 15  # to embed, of all requests together: they take memory while they wait
 CLOSE_TIMEOUT = 1.0  # seconds for the template's workers to end; their pipes close with this process anyway
 Result = TypeVar("Result")
 
@@ -62,15 +64,17 @@ class EngineClient:
     """One engine process and the requests in it. All methods belong to the event loop that called ``start``.
 
     ``state`` is loading, ready, restarting, draining or failed, and ``detail`` one line about it. ``stats`` is the
-    latest snapshot, its counters going on where a dead engine's stopped.
+    latest snapshot, its counters going on where a dead engine's stopped; inputs to embed count as waiting.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.stats = EngineStats()
+        self._stats = EngineStats()
         self._past_stats = EngineStats()
         self._supervisor = EngineSupervisor(config, self)
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
+        self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._num_aside = 0  # calls that wait for it
         self._prompts: PromptBuilder | None = None
         self._failure = ""
         self._draining = False
@@ -98,6 +102,15 @@ class EngineClient:
         if self._draining:
             return "shutting down: no new requests are taken"
         return self._failure or self._supervisor.detail
+
+    @property
+    def stats(self) -> EngineStats:
+        calls = self._embeddings
+        return replace(
+            self._stats,
+            waiting=self._stats.waiting + calls.num_inputs,
+            queued_tokens=self._stats.queued_tokens + calls.num_tokens,
+        )
 
     @property
     def restarts(self) -> int:
@@ -146,7 +159,8 @@ class EngineClient:
             await asyncio.wait_for(self._idle.wait(), drain_timeout)
         self._fail_all("the server is shutting down")
         await self._supervisor.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._side_thread):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._prompts is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._prompts.close), CLOSE_TIMEOUT)
@@ -186,18 +200,23 @@ class EngineClient:
     async def embed(self, inputs: Sequence[str | Sequence[int]]) -> list[EmbeddingOutput]:
         """The vectors of texts or token ids, in their order.
 
-        Raises InvalidRequestError, ContextLengthError (with the numbers), EngineUnavailableError, EngineDeadError.
+        A request counts as one sequence, for requests take turns in the engine. Raises InvalidRequestError,
+        ContextLengthError (with the numbers), QueueFullError, EngineUnavailableError, EngineDeadError.
         """
-        prompts = self._check_loaded()
-        if not self.model.embeds:
-            raise InvalidRequestError("this model computes no embeddings", param="model")
-        token_ids = await self._in_pool(lambda: prompts.build_inputs(inputs))
+        self._check_embeds(inputs)
+        prompts = self._admit()
+        self._check_inputs()
         self._occupy(1)
         try:
-            vectors = await self._embeddings.run(f"embed#{next(self._serials)}", token_ids)
+            encoded = self._encoded(prompts, inputs)
+            return await self._embeddings.run(f"embed#{next(self._serials)}", len(inputs), encoded)
         finally:
             self._occupy(-1)
-        return [EmbeddingOutput(vector, len(ids)) for vector, ids in zip(vectors, token_ids, strict=True)]
+
+    async def _encoded(self, prompts: PromptBuilder, inputs: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        token_ids = await self._in_pool(lambda: prompts.build_inputs(inputs))
+        self._check_not_draining()
+        return token_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text; often no complete UTF-8 by itself. Also while the engine drains."""
@@ -205,14 +224,20 @@ class EngineClient:
         return prompts.tokenizer.token_bytes(token_id)
 
     async def tokenize(self, request: EngineRequest) -> list[int]:
-        """The token ids of the request's prompt or rendered messages. Raises InvalidRequestError."""
+        """The token ids of the request's prompt or rendered messages.
+
+        Raises InvalidRequestError, QueueFullError while too many wait for this, EngineUnavailableError.
+        """
         prompts = self._check_loaded()
-        return await self._in_pool(lambda: prompts.encode(request))
+        return await self._aside(lambda: prompts.encode(request))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ``token_ids``. Raises InvalidRequestError for one outside the vocabulary."""
+        """The text of ``token_ids``.
+
+        Raises InvalidRequestError for one outside the vocabulary, and otherwise what ``tokenize`` raises.
+        """
         prompts = self._check_loaded()
-        return await self._in_pool(lambda: prompts.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return await self._aside(lambda: prompts.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     # --- what the supervisor tells (see Listener)
 
@@ -224,7 +249,7 @@ class EngineClient:
                 self._send(stream)
 
     def engine_outputs(self, message: StepOutputs) -> None:
-        self.stats = message.stats.counting_from(self._past_stats)
+        self._stats = message.stats.counting_from(self._past_stats)
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -240,7 +265,7 @@ class EngineClient:
 
     def engine_died(self, reason: str) -> None:
         self._embeddings.fail_all(EngineDeadError(f"the engine ended while it worked on this request: {reason}"))
-        self.stats = self._past_stats = self.stats.when_gone()
+        self._stats = self._past_stats = self._stats.when_gone()
         for stream in self._streams.values():
             stream.crashes += stream.is_sent
             stream.is_sent = False
@@ -267,6 +292,22 @@ class EngineClient:
             raise QueueFullError(message, retry_after=wait)
         return prompts
 
+    def _check_embeds(self, inputs: Sequence[str | Sequence[int]]) -> None:
+        if not self.model.embeds:
+            raise InvalidRequestError("this model computes no embeddings", param="model")
+        if not inputs:
+            raise InvalidRequestError("there is nothing to embed: give one input or more", param="input")
+
+    def _check_inputs(self) -> None:
+        if self._embeddings.num_inputs >= MAX_QUEUED_INPUTS:
+            wait = self._drain_rate.seconds_for(self._choices)
+            message = f"{MAX_QUEUED_INPUTS} inputs are waiting for their embeddings already: try again in {wait:.0f} s"
+            raise QueueFullError(message, retry_after=wait)
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise EngineUnavailableError("the server is shutting down")
+
     def _occupy(self, num_choices: int) -> None:
         """Count choices in, or out with a negative number."""
         self._choices += num_choices
@@ -278,8 +319,7 @@ class EngineClient:
             self._idle.set()
 
     def _submit(self, request: EngineRequest, token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        if self._draining:
-            raise EngineUnavailableError("the server is shutting down")
+        self._check_not_draining()
         message = AddRequest(
             request_id=f"{request.request_id}#{next(self._serials)}",
             prompt_token_ids=token_ids,
@@ -328,6 +368,18 @@ class EngineClient:
 
     async def _in_pool(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def _aside(self, function: Callable[[], Result]) -> Result:
+        """In a thread of its own, for what no answer waits for: a chat's prompt is not to wait behind it."""
+        limit = self.config.max_num_queued_requests
+        if self._num_aside >= limit:
+            message = f"{limit} texts are waiting to be tokenized already (max_num_queued_requests): try again"
+            raise QueueFullError(message)
+        self._num_aside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._side_thread, function)
+        finally:
+            self._num_aside -= 1
 
 
 _ADVICE = {

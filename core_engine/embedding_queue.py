@@ -6,7 +6,7 @@ Knows messages and the engine's ``embed``; refuses to know how a vector is made.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from suimon.core_engine.errors import EngineError
@@ -17,30 +17,38 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddingQueue:
-    """First come, first served, input by input, so that text being written never waits for more than one of them."""
+    """Requests take turns, one input at a time, so that a small one never waits for all of a large one.
+
+    Text being written never waits for more than one input.
+    """
 
     def __init__(self, embed: Callable[[list[int]], list[float]]) -> None:
         self._embed = embed
-        self._waiting: deque[tuple[str, int, list[int]]] = deque()
+        self._waiting: OrderedDict[str, deque[tuple[int, list[int]]]] = OrderedDict()  # whose turn is next comes first
 
     def __len__(self) -> int:
+        """How many requests are not done."""
         return len(self._waiting)
 
     def add(self, message: EmbedRequest) -> None:
         """Queue every input of a request."""
-        self._waiting.extend((message.request_id, i, token_ids) for i, token_ids in enumerate(message.inputs))
+        if message.inputs:
+            self._waiting[message.request_id] = deque(enumerate(message.inputs))
 
     def abort(self, request_id: str) -> None:
         """Forget the inputs of a request."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != request_id)
+        self._waiting.pop(request_id, None)
 
     def step(self) -> Embedding:
-        """Compute the first input. What goes wrong is its request's failure, whose other inputs are dropped."""
-        request_id, index, token_ids = self._waiting.popleft()
+        """Compute an input of the next request. What goes wrong is its failure; its other inputs are dropped."""
+        request_id, inputs = self._waiting.popitem(last=False)
+        index, token_ids = inputs.popleft()
         try:
-            return Embedding(request_id, index, self._embed(token_ids))
+            vector = self._embed(token_ids)
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("could not embed input %d of request %s", index, request_id)
-            self.abort(request_id)
             return Embedding(request_id, index, error=public_text(error), error_kind=type(error).__name__)
+        if inputs:
+            self._waiting[request_id] = inputs
+        return Embedding(request_id, index, vector)

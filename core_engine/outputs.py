@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from suimon.core_engine.logprobs import TokenLogprobs
@@ -31,9 +32,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of one input, and how many tokens that had."""
+    """The vector of one input, as 32-bit floats, and how many tokens that had."""
 
-    vector: list[float]
+    vector: array[float]
     num_tokens: int
 
 

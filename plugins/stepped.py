@@ -20,7 +20,6 @@ The one place that knows both sides: the gateway's requests and errors, and the 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields
@@ -99,7 +98,11 @@ class SteppedBackend(Backend):
         return Health(state=self.client.state, detail=self.client.detail)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Yield the engine's output as it comes; the request's last delta has the usage of all choices."""
+        """Yield the engine's output as it comes; the request's last delta has the usage of all choices.
+
+        Raises InvalidRequest and ContextTooLong for what the model cannot be asked, Overloaded while too many wait,
+        BackendUnavailable while there is no engine, BackendCrashed if it died after the first output.
+        """
         usage = _UsageCount(request.sampling.n)
         with translated_errors():
             async with aclosing(self.client.generate(engine_request(request))) as outputs:
@@ -107,22 +110,28 @@ class SteppedBackend(Backend):
                     yield self._delta(output, usage.count(output))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """The vectors of the request's inputs, in their order, as the executor makes them."""
+        """The vectors of the request's inputs, in their order, as the executor makes them.
+
+        Raises InvalidRequest and ContextTooLong for inputs that the model cannot take, Overloaded while too many wait,
+        BackendUnavailable while there is no engine, BackendCrashed if it died meanwhile.
+        """
         if request.dimensions is not None:
             message = f"the vectors of model {self.model_id!r} have one length, which cannot be chosen"
             raise InvalidRequest(message, param="dimensions")
         with translated_errors():
             outputs = await self.client.embed(request.inputs)
         return Embeddings(
-            vectors=tuple(array("f", output.vector) for output in outputs),
+            vectors=tuple(output.vector for output in outputs),
             usage=Usage(prompt_tokens=sum(output.num_tokens for output in outputs)),
         )
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt's token ids. Raises InvalidRequest, Overloaded while too many wait, BackendUnavailable."""
         with translated_errors():
             return await self.client.tokenize(engine_request(request, add_special_tokens=add_special_tokens))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Their text. Raises InvalidRequest for an id that is no token's, Overloaded, BackendUnavailable."""
         with translated_errors():
             return await self.client.detokenize(token_ids)
 

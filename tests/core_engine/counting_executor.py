@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ class CountingExecutor(ForwardExecutor):
             num_blocks=config.num_blocks or 512,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs or 64,
+            embeds=self._behaviour.get("embeds", False),
         )
         time.sleep(self._behaviour.get("load_seconds", 0.0))
         if message := self._behaviour.get("fail_load"):
@@ -75,6 +77,11 @@ class CountingExecutor(ForwardExecutor):
         logits = torch.zeros(len(tokens), VOCAB_SIZE)
         following = torch.tensor([(t + 1) % EOS for t in tokens], dtype=torch.int64)
         return logits.scatter_(1, following[:, None], 20.0)
+
+    def embed(self, token_ids: Sequence[int]) -> list[float]:
+        time.sleep(self._behaviour.get("embed_seconds", 0.0))
+        self._misbehave(set(token_ids))
+        return [float(token_ids[0]), len(token_ids) / 8]
 
     def _misbehave(self, prompt_tokens: set[int]) -> None:
         if POISON in prompt_tokens:

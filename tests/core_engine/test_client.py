@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from suimon.core_engine import client as client_module
 from suimon.core_engine import tracing
 from suimon.core_engine.client import EngineClient
 from suimon.core_engine.config import EngineConfig
@@ -382,6 +384,106 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(on_steady) -> N
         assert sum(isinstance(result, list) for result in results) == 7
 
     on_steady(test)
+
+
+def test_tokenizing_beside_chats_has_an_end_and_keeps_no_chat_waiting(on_steady, monkeypatch) -> None:
+    async def test(client: EngineClient) -> None:
+        may_go = threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(client._prompts, "decode", lambda ids, **options: may_go.wait(PATIENCE))
+            waiting = [asyncio.create_task(client.detokenize([5])) for _ in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="3 texts are waiting"):
+                await client.tokenize(request())
+            assert await words(client, request("5", max_tokens=1)) == ["6"]
+            may_go.set()
+            assert await asyncio.gather(*waiting) == [True] * 3
+        assert await client.detokenize([5]) == "5"
+
+    on_steady(test)
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedder(start: Callable[..., Service]) -> Service:
+    """2 sequences and a queue of 3; an input takes 5 ms."""
+    service = start({"embeds": True, "embed_seconds": 0.005}, max_num_seqs=2, max_num_queued_requests=3)
+    service.run(EngineClient.start)
+    return service
+
+
+def test_vectors_come_in_the_order_of_their_inputs(embedder: Service) -> None:
+    async def test(client: EngineClient) -> None:
+        outputs = await client.embed(["7 8", [9], "1 2 3 4"])
+        assert [(list(output.vector), output.num_tokens) for output in outputs] == [
+            ([7.0, 0.25], 2),
+            ([9.0, 0.125], 1),
+            ([1.0, 0.5], 4),
+        ]
+        with pytest.raises(InvalidRequestError, match="nothing to embed"):
+            await client.embed([])
+
+    embedder.run(test)
+
+
+def test_too_many_requests_for_embeddings_are_refused_at_once(embedder: Service) -> None:
+    async def test(client: EngineClient) -> None:
+        results = await asyncio.gather(*(client.embed(["5"]) for _ in range(20)), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, QueueFullError)]
+        assert len(refused) == 20 - (2 + 3)
+        assert all(1.0 <= error.retry_after <= 60.0 for error in refused)
+        assert len(await client.embed(["5"])) == 1
+
+    embedder.run(test)
+
+
+def test_too_many_inputs_of_few_requests_are_refused_too(embedder: Service, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_QUEUED_INPUTS", 40)
+
+    async def test(client: EngineClient) -> None:
+        large = asyncio.create_task(client.embed(["5"] * 40))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="40 inputs are waiting"):
+            await client.embed(["5"])
+        assert len(await large) == 40
+        assert len(await client.embed(["5"])) == 1
+
+    embedder.run(test)
+
+
+def test_a_small_request_for_embeddings_does_not_wait_for_a_large_one_which_counts_as_load(embedder: Service) -> None:
+    async def test(client: EngineClient) -> None:
+        large = asyncio.create_task(client.embed(["5 6"] * 200))
+        await asyncio.sleep(0)
+        assert client.stats.waiting == 200
+        while not client.stats.queued_tokens:
+            await asyncio.sleep(0.001)
+        assert client.stats.queued_tokens <= 400
+        assert len(await client.embed(["5"])) == 1
+        assert not large.done()
+        large.cancel()
+        await asyncio.gather(large, return_exceptions=True)
+        assert (client.stats.waiting, client.stats.queued_tokens) == (0, 0)
+
+    embedder.run(test)
+
+
+def test_an_engine_that_dies_fails_its_embeddings(start: Callable[..., Service]) -> None:
+    service = start({"embeds": True})
+    service.run(EngineClient.start)
+
+    async def test(client: EngineClient) -> None:
+        with pytest.raises(EngineDeadError):
+            await client.embed([[5], [POISON]])
+        await settled(lambda c: c.state == "ready")(client)
+        assert len(await client.embed([[5]])) == 1
+
+    service.run(test)
+
+
+# --- the way through --------------------------------------------------------------------------------------------------
 
 
 def test_priorities_reach_the_engine_through_the_protocol(on_steady) -> None:
