@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from suimon.gateway.generation import ContractBroken, explained
+from suimon.gateway.announcing import Announcer, explaining
+from suimon.gateway.generation import ContractBroken
 from suimon.gateway.hookspecs import Backend, DeadlineExceeded, Embeddings, EmbedRequest
 
 if TYPE_CHECKING:
@@ -18,41 +20,31 @@ if TYPE_CHECKING:
     from suimon.gateway.served import Served
     from suimon.gateway.telemetry import Telemetry
 
+BREATH = 16  # vectors that are looked at, or written, before others get a turn
+
 
 class Embedder:
     """Makes embeddings. One per gateway."""
 
     def __init__(self, plugins: PluginManager, telemetry: Telemetry) -> None:
-        self._hook = plugins.hook
+        self._announcer = Announcer(plugins)
         self._telemetry = telemetry
 
     async def embed(self, served: Served, request: EmbedRequest) -> Embeddings:
         """The backend's answer to a request that was routed to it. Raises BackendErrors only."""
-        observed = self._telemetry.embedding(request, served_as=served.backend.model_id)
-        with served.occupied(), observed as observation:
+        backend = served.backend
+        with served.occupied(), self._telemetry.embedding(request, served_as=backend.model_id) as observation:
+            request = observation.request
             if served.admission.is_queue:
                 observation.queued()
-            async with served.admission.admit(observation.request):
+            async with served.admission.admit(request):
                 observation.admitted()
-                answer = await self._answer(served.backend, observation.request)
+                with explaining(backend, request), self._announcer.announced(request) as outcome:
+                    answer = await _until(request.deadline, backend, request)
+                    await _check(answer, request)
+                    outcome.usage = answer.usage
             observation.answered(answer)
             return answer
-
-    async def _answer(self, backend: Backend, request: EmbedRequest) -> Embeddings:
-        """Between the hooks, within the deadline."""
-        answer: Embeddings | None = None
-        failure: BaseException | None = None
-        self._hook.request_started(request=request)
-        try:
-            answer = await _until(request.deadline, backend, request)
-            _check(answer, request)
-            return answer
-        except BaseException as error:
-            failure = error
-            raise explained(error, backend, request) from error
-        finally:
-            usage = None if answer is None or failure is not None else answer.usage
-            self._hook.request_finished(request=request, usage=usage, error=failure)
 
 
 async def _until(deadline: float | None, backend: Backend, request: EmbedRequest) -> Embeddings:
@@ -66,8 +58,11 @@ async def _until(deadline: float | None, backend: Backend, request: EmbedRequest
         raise DeadlineExceeded("The deadline passed before the embeddings were complete.") from None
 
 
-def _check(answer: Embeddings, request: EmbedRequest) -> None:
-    """Raise ContractBroken unless there is one finite vector for each input, each as long as was asked for."""
+async def _check(answer: Embeddings, request: EmbedRequest) -> None:
+    """Raise ContractBroken unless there is one finite vector for each input, each as long as was asked for.
+
+    Others get their turn meanwhile: there may be millions of numbers.
+    """
     vectors = answer.vectors
     if len(vectors) != len(request.inputs):
         raise ContractBroken(f"{len(vectors)} vectors for {len(request.inputs)} inputs")
@@ -75,5 +70,12 @@ def _check(answer: Embeddings, request: EmbedRequest) -> None:
     for index, vector in enumerate(vectors):
         if len(vector) != wanted or not wanted:
             raise ContractBroken(f"vector {index} has {len(vector)} numbers where {wanted} were due")
-        if not all(map(math.isfinite, vector)):
+        if not _is_finite(vector):
             raise ContractBroken(f"vector {index} holds what is no finite number")
+        if index % BREATH == BREATH - 1:
+            await asyncio.sleep(0)
+
+
+def _is_finite(vector: Sequence[float]) -> bool:
+    """The sum says it at a fraction of the price, unless finite numbers add up to infinity."""
+    return math.isfinite(sum(vector)) or all(map(math.isfinite, vector))

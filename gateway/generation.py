@@ -7,32 +7,20 @@ it, down to the backend's own generator. Knows GenerateRequests and Deltas; refu
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from suimon.gateway.hookspecs import (
-    FINISH_REASONS,
-    Backend,
-    BackendError,
-    DeadlineExceeded,
-    Delta,
-    EmbedRequest,
-    GenerateRequest,
-    Usage,
-)
+from suimon.gateway.announcing import Announcer, explaining
+from suimon.gateway.hookspecs import FINISH_REASONS, Backend, DeadlineExceeded, Delta, GenerateRequest
 from suimon.gateway.limits import MAX_CONCURRENT_PROMPTS
-from suimon.gateway.openai.errors import INTERNAL
-from suimon.gateway.plugin_manager import PluginManager
-from suimon.gateway.served import Served
-from suimon.gateway.telemetry import Observation, Telemetry
 
 if TYPE_CHECKING:
     from suimon.gateway.fallback import Detour
-
-log = logging.getLogger("suimon.gateway")
+    from suimon.gateway.plugin_manager import PluginManager
+    from suimon.gateway.served import Served
+    from suimon.gateway.telemetry import Telemetry
 
 Deltas = AsyncGenerator[Delta, None]
 
@@ -45,7 +33,7 @@ class Generator:
     """Makes answers. One per gateway."""
 
     def __init__(self, plugins: PluginManager, telemetry: Telemetry) -> None:
-        self._hook = plugins.hook
+        self._announcer = Announcer(plugins)
         self._telemetry = telemetry
 
     async def generate(
@@ -55,58 +43,34 @@ class Generator:
 
         Raises BackendErrors only: whatever else a backend raises is logged with its name and becomes a plain 500.
         """
-        served_as = served.backend.model_id
-        observed = self._telemetry.generation(request, stream=stream, served_as=served_as, detour=detour)
+        backend = served.backend
+        observed = self._telemetry.generation(request, stream=stream, served_as=backend.model_id, detour=detour)
         with served.occupied(), observed as observation:
             request = observation.request
             if served.admission.is_queue:
                 observation.queued()
             async with served.admission.admit(request):
                 observation.admitted()
-                self._hook.request_started(request=request)
-                async with aclosing(self._answer(served.backend, request, observation)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-
-    async def _answer(self, backend: Backend, request: GenerateRequest, observation: Observation) -> Deltas:
-        """The backend's own deltas, for as long as they keep to the contract and the deadline."""
-        usage: Usage | None = None
-        failure: BaseException | None = None
-        unfinished = set(range(request.sampling.n))
-        deltas = backend.generate(request)
-        try:
-            async for delta in deltas if request.deadline is None else _until(request.deadline, deltas):
-                _check_delta(delta, unfinished)
-                observation.delta(delta)
-                usage = delta.usage or usage
-                yield delta
-            if unfinished:
-                raise ContractBroken(f"choices {sorted(unfinished)} ended without a finish_reason")
-        except GeneratorExit:
-            failure = asyncio.CancelledError()
-            raise
-        except BaseException as error:
-            failure = error
-            raise explained(error, backend, request) from error
-        finally:
-            await _close(deltas)
-            self._hook.request_finished(request=request, usage=usage, error=failure)
+                with explaining(backend, request), self._announcer.announced(request) as outcome:
+                    async with aclosing(_answer(backend, request)) as deltas:
+                        async for delta in deltas:
+                            observation.delta(delta)
+                            outcome.usage = delta.usage or outcome.usage
+                            yield delta
 
 
-def explained(error: BaseException, backend: Backend, request: GenerateRequest | EmbedRequest) -> BaseException:
-    """What a backend raises by accident is logged with its name, and told to nobody else."""
-    if isinstance(error, BackendError) or _is_cancellation(error):
-        return error
-    where = f"{type(backend).__module__}.{type(backend).__qualname__}"
-    log.error("%s failed on request %s of model %r", where, request.request_id, request.model, exc_info=error)
-    return BackendError(INTERNAL.message)
-
-
-def _is_cancellation(error: BaseException) -> bool:
-    """Whether we are being ended. A CancelledError that nobody asked for is of something in the backend."""
-    task = asyncio.current_task()
-    is_asked_for = task is not None and task.cancelling() > 0
-    return is_asked_for if isinstance(error, asyncio.CancelledError) else not isinstance(error, Exception)
+async def _answer(backend: Backend, request: GenerateRequest) -> Deltas:
+    """The backend's own deltas, for as long as they keep to the contract and the deadline."""
+    unfinished = set(range(request.sampling.n))
+    deltas = backend.generate(request)
+    try:
+        async for delta in deltas if request.deadline is None else _until(request.deadline, deltas):
+            _check_delta(delta, unfinished, request.sampling.n)
+            yield delta
+        if unfinished:
+            raise ContractBroken(f"choices {sorted(unfinished)} ended without a finish_reason")
+    finally:
+        await _close(deltas)
 
 
 async def _close(deltas: AsyncIterator[Delta]) -> None:
@@ -115,10 +79,12 @@ async def _close(deltas: AsyncIterator[Delta]) -> None:
         await close()
 
 
-def _check_delta(delta: Delta, unfinished: set[int]) -> None:
+def _check_delta(delta: Delta, unfinished: set[int], n: int) -> None:
+    if not 0 <= delta.index < n:
+        raise ContractBroken(f"a delta of choice {delta.index}, where {n} were asked for")
     if delta.index not in unfinished:
         if delta.text or delta.finish_reason:
-            raise ContractBroken(f"output for choice {delta.index}, which was never asked for or is finished")
+            raise ContractBroken(f"output for choice {delta.index}, which is finished")
     elif delta.finish_reason is not None:
         if delta.finish_reason not in FINISH_REASONS:
             raise ContractBroken(f"finish_reason {delta.finish_reason!r} is none of {sorted(FINISH_REASONS)}")
@@ -127,12 +93,15 @@ def _check_delta(delta: Delta, unfinished: set[int]) -> None:
 
 async def _until(deadline: float, deltas: AsyncIterator[Delta]) -> Deltas:
     while True:
+        limit = asyncio.timeout(max(0.0, deadline - time.monotonic()))
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            async with limit:
                 delta = await anext(deltas)
         except StopAsyncIteration:
             return
         except TimeoutError:
+            if not limit.expired():
+                raise  # the backend's own
             raise DeadlineExceeded("The deadline passed before the answer was complete.") from None
         yield delta
 

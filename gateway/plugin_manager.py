@@ -48,6 +48,14 @@ class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
     hooks: tuple[str, ...]
 
 
+class PluginHook(msgspec.Struct, frozen=True):
+    """One plugin's own implementation of hook ``name``."""
+
+    name: str
+    plugin: str
+    call: Callable[..., Any]
+
+
 class PluginManager(pluggy.PluginManager):
     """The loaded plugins. ``named`` holds those that the operator asked for: only they may add routes."""
 
@@ -99,6 +107,18 @@ class PluginManager(pluggy.PluginManager):
             distribution=("suimon" if own else None) if distribution is None else distribution.name,
             hooks=tuple(sorted(caller.name for caller in self.get_hookcallers(plugin) or ())),
         )
+
+    def each_of(self, hook: str) -> list[PluginHook]:
+        """Each plugin's own ``hook``, in the order of a common call, which ends at the first that raises."""
+        plugins = [found.plugin for found in getattr(self.hook, hook).get_hookimpls()][::-1]
+        return [
+            PluginHook(
+                hook,
+                self.get_name(plugin) or repr(plugin),
+                self.subset_hook_caller(hook, [other for other in plugins if other is not plugin]),
+            )
+            for plugin in plugins
+        ]
 
     def check(self) -> None:
         """Raise PluginError if a plugin implements a hook that does not exist, or with other arguments."""

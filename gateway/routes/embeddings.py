@@ -10,14 +10,13 @@ import msgspec
 from litestar import Request, Response, post
 
 from suimon.gateway.auth import AUTH, KEY
+from suimon.gateway.embedding import BREATH
 from suimon.gateway.hookspecs import Embeddings, EmbedRequest
 from suimon.gateway.openai.bodies import EmbeddingsRequest
 from suimon.gateway.openai.requests import embed_request
 from suimon.gateway.openai.responses import embedding_entry, embeddings_body
 from suimon.gateway.routes.common import HttpRequest, deadline_of, gateway_of, json_response, new_id, read_body
 from suimon.gateway.streaming import unless_gone
-
-BREATH = 16  # vectors that are written before others get a turn
 
 
 @post("/v1/embeddings", status_code=200, opt={AUTH: KEY})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ from litestar import Request, get
 from suimon.gateway.app import create_app, public_paths, route_table
 from suimon.gateway.auth import AUTH, CLASSES, PUBLIC
 from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings
-from suimon.gateway.hookspecs import BackendCrashed, Delta, Health, hookimpl
+from suimon.gateway.hookspecs import Backend, BackendCrashed, Delta, Health, hookimpl
 from suimon.gateway.plugin_manager import load_plugins
 
 
@@ -361,6 +362,69 @@ def test_hooks_tell_how_each_request_ended(serve: Any, scripted: Any, tools: Any
     ids = [call[1] for call in recorder.calls]
     assert ids[::2] == ids[1::2]
     assert len(set(ids)) == 4
+
+
+class Stumbling(Recorder):
+    """Raises from both its hooks, after it took note of the call."""
+
+    @hookimpl
+    def request_started(self, request: Any) -> None:
+        super().request_started(request)
+        raise ValueError("no start")
+
+    @hookimpl
+    def request_finished(self, request: Any, usage: Any, error: Any) -> None:
+        super().request_finished(request, usage, error)
+        sys.exit("no finish")
+
+
+def test_a_hook_that_raises_costs_neither_the_request_nor_the_others(serve: Any, scripted: Any, caplog: Any) -> None:
+    first, stumbling, last = Recorder(), Stumbling(), Recorder()
+    backend = scripted()
+    server = serve(backend, plugins=[first, stumbling, last])
+    assert server.chat()[0] == 200
+    backend.script = [BackendCrashed("x")]
+    status, body = server.chat()
+    assert (status, body["error"]["code"]) == (500, "backend_crashed")
+    assert len(first.calls) == 4
+    assert first.calls == stumbling.calls == last.calls
+    name = server.gateway.plugins.get_name(stumbling)
+    assert caplog.text.count(f"plugin '{name}' failed in request_started of request chatcmpl-") == 2
+    assert caplog.text.count(f"plugin '{name}' failed in request_finished of request chatcmpl-") == 2
+
+
+class Errors:
+    def __init__(self) -> None:
+        self.seen: list[BaseException] = []
+
+    @hookimpl
+    def request_finished(self, error: Any) -> None:
+        self.seen.append(error)
+
+
+def test_an_error_keeps_its_cause(serve: Any, scripted: Any) -> None:
+    def crash(request: Any) -> Any:
+        yield Delta(text="a")
+        raise BackendCrashed("x") from OSError("the cause")
+
+    errors = Errors()
+    serve(scripted(crash), plugins=[errors]).chat()
+    assert [type(error.__cause__) for error in errors.seen] == [OSError]
+
+
+def test_a_backend_that_raises_before_it_streams_is_explained_and_announced(serve: Any, caplog: Any) -> None:
+    class Hasty(Backend):
+        model_id = "scripted"
+
+        def generate(self, request: Any) -> Any:
+            raise RuntimeError("secret")
+
+    recorder = Recorder()
+    server = serve(Hasty(), plugins=[recorder])
+    status, body = server.chat()
+    assert status == 500 and "secret" not in str(body)
+    assert [call[0] for call in recorder.calls] == ["started", "finished"]
+    assert "Hasty failed on request" in caplog.text
 
 
 def test_a_plugin_may_route(serve: Any, scripted: Any) -> None:

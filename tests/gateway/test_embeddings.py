@@ -16,6 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from suimon.gateway.config import Settings
+from suimon.gateway.embedding import BREATH, Embedder
 from suimon.gateway.hookspecs import (
     Backend,
     Capabilities,
@@ -27,6 +29,9 @@ from suimon.gateway.hookspecs import (
     Usage,
     hookimpl,
 )
+from suimon.gateway.plugin_manager import PluginManager
+from suimon.gateway.served import Served
+from suimon.gateway.telemetry import Telemetry
 
 
 def length_of(given: str | tuple[int, ...]) -> list[float]:
@@ -235,6 +240,35 @@ def test_a_backend_that_breaks_the_contract_is_a_500(server: Any, vectors: Any) 
     server.backend.script = broken
     status, body = embed(server, ["a", "b"])
     assert (status, body["error"]["type"]) == (500, "server_error")
+
+
+def test_finite_numbers_whose_sum_is_not(server: Any) -> None:
+    async def answer(request: EmbedRequest) -> Embeddings:
+        return Embeddings(vectors=([1e308] * 3,), usage=Usage(prompt_tokens=1))
+
+    server.backend.script = answer
+    status, body = embed(server, "a")
+    assert (status, body["data"][0]["embedding"]) == (200, [1e308] * 3)
+
+
+def test_others_get_their_turn_while_vectors_are_checked() -> None:
+    class Many(VectorBackend):
+        async def embed(self, request: EmbedRequest) -> Embeddings:
+            return Embeddings(vectors=tuple([1.0] for _ in request.inputs))
+
+    async def turns() -> int:
+        plugins = PluginManager()
+        embedder = Embedder(plugins, Telemetry(Settings()))
+        request = EmbedRequest(request_id="r", model="vectors", inputs=("a",) * 10 * BREATH)
+        work = asyncio.create_task(embedder.embed(Served(Many(), max_queued=1), request))
+        count = 0
+        while not work.done():
+            await asyncio.sleep(0)
+            count += 1
+        await work
+        return count
+
+    assert asyncio.run(turns()) >= 10
 
 
 def test_the_backends_own_error(server: Any, ledger: Ledger) -> None:

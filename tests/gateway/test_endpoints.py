@@ -290,6 +290,20 @@ def test_a_cancellation_inside_a_backend_is_its_failure(server: Any, tools: Any,
     tools.wait_until(lambda: server.backend.running == 0, "the end of the others")
 
 
+@pytest.mark.parametrize("error", [TimeoutError("of its upstream"), SystemExit(3)])
+def test_a_backends_own_time_out_or_exit_is_its_failure(server: Any, tools: Any, error: Any, caplog: Any) -> None:
+    def fails(request: GenerateRequest) -> Any:
+        yield Delta(text="a")
+        raise error
+
+    server.backend.script = fails
+    status, body = server.post("/v1/chat/completions", tools.chat_body(), {"x-request-timeout-ms": "60000"})
+    assert (status, body["error"]["code"]) == (500, None)
+    assert "ScriptedBackend failed on request" in caplog.text
+    server.backend.script = tools.words("still there")
+    assert server.chat()[0] == 200
+
+
 def test_one_failing_prompt_ends_the_batch(server: Any, tools: Any) -> None:
     server.backend.script = lambda request: [BackendCrashed("x")] if request.prompt == "b" else [tools.STALL]
     status, _ = server.complete(prompt=["a", "b", "c"])
@@ -306,6 +320,7 @@ def test_one_failing_prompt_ends_the_batch(server: Any, tools: Any) -> None:
         [Delta(finish_reason="")],
         [Delta(index=1, text="x"), Delta(finish_reason="stop")],
         [Delta(index=-1, text="x"), Delta(finish_reason="stop")],
+        [Delta(index=5, usage=Usage()), Delta(finish_reason="stop")],
         [Delta(finish_reason="stop"), Delta(text="more")],
     ],
 )
