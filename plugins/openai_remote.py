@@ -141,7 +141,7 @@ class OpenAIRemote(RemoteBackend):
             body[self.options.max_tokens_field] = body.pop("max_tokens")
         answer = AnswerReader(request, self.client.errors)
         async with (
-            self.exchange(request, path, body) as reply,
+            self.exchange(request, path, body, answer) as reply,
             aclosing(reply.items(EventReader())) as events,
         ):
             try:

@@ -192,7 +192,8 @@ class AnswerReader:
         self._sampling = request.sampling
         self._errors = errors
         self._unfinished = set(range(request.sampling.n))
-        self._begun = False  # a part of the answer was passed on
+        self.begun = False  # a part of the answer was passed on
+        self._texts: set[int] = set()  # choices that have some
         self._silent = set(self._unfinished) if request.sampling.logprobs is not None else set()
         self._last: Delta | None = None
         self._usage: Usage | None = None
@@ -205,7 +206,7 @@ class AnswerReader:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise self._wrong("sent an event that is not OpenAI's") from None
         if chunk.error is not None:
-            raise self._errors.event({"error": chunk.error, "error_type": chunk.error_type}, begun=self._begun)
+            raise self._errors.event({"error": chunk.error, "error_type": chunk.error_type}, begun=self.begun)
         if chunk.usage is not None:
             self._usage = _usage(chunk.usage)
         for choice in chunk.choices or ():
@@ -227,6 +228,11 @@ class AnswerReader:
         self._is_wrong = True
         return self._errors.malformed(what)
 
+    def _lacking(self, what: str) -> BackendError:
+        """The error to raise for an answer that is not what this client asked for."""
+        self._is_wrong = True
+        return self._errors.lacking(what)
+
     def _choice(self, choice: WireChoice) -> Iterator[Delta]:
         text = (choice.text if choice.delta is None else choice.delta.content) or ""
         if choice.index not in self._unfinished:
@@ -237,7 +243,8 @@ class AnswerReader:
         if logprobs:
             self._silent.discard(choice.index)
         if text or logprobs:
-            self._begun = True
+            self.begun = True
+            self._texts.add(choice.index)
             yield Delta(text=text, index=choice.index, logprobs=logprobs or None, token_ids=_ids(choice.logprobs))
         if choice.finish_reason:
             yield from self._finish(choice)
@@ -246,11 +253,12 @@ class AnswerReader:
         reason = _FINISH_REASONS.get(choice.finish_reason or "")
         if reason is None:
             raise self._wrong(f"gave up ({self._errors.clean(str(choice.finish_reason))[:40]})")
-        if self._begun and choice.index in self._silent:
-            raise self._wrong("left out the log-probabilities that were asked for")
+        if choice.index in self._texts & self._silent:
+            raise self._lacking("left out the log-probabilities that were asked for")
         self._unfinished.discard(choice.index)
         last = Delta(index=choice.index, finish_reason=reason, stop_reason=self._stop_reason(choice))
         if self._unfinished:
+            self.begun = True
             yield last
         else:
             self._last = last
@@ -268,7 +276,7 @@ class AnswerReader:
             return tuple(_chat_token(token, wanted) for token in found.content)
         tops = found.top_logprobs or [None] * len(found.tokens)
         if not len(found.tokens) == len(found.token_logprobs) == len(tops):
-            raise self._wrong("sent log-probabilities that do not fit its tokens")
+            raise self._lacking("sent log-probabilities that do not fit its tokens")
         return tuple(
             TokenLogprobs(_named(token, logprob), _best(top, wanted))
             for token, logprob, top in zip(found.tokens, found.token_logprobs, tops, strict=True)

@@ -11,12 +11,22 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from suimon.gateway.hookspecs import Backend, BackendError, Capabilities, GenerateRequest, Health, Load
+from suimon.gateway.hookspecs import (
+    Backend,
+    BackendCrashed,
+    BackendError,
+    BackendUnavailable,
+    Capabilities,
+    GenerateRequest,
+    Health,
+    Load,
+)
 from suimon.plugins.remote_errors import UpstreamError
-from suimon.plugins.remote_http import RemoteClient, Reply
+from suimon.plugins.remote_http import RemoteClient
 from suimon.plugins.remote_options import RemoteOptions, model_name, read_key
+from suimon.plugins.remote_reply import Reply
 
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings
@@ -24,6 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("suimon.plugins.remote")
 
 LOOK_TIMEOUT = 5.0  # seconds that a look at the server's health may take
+
+
+class AnswerSoFar(Protocol):
+    """What makes Deltas of an answer. ``begun``: some were passed on."""
+
+    begun: bool
 
 
 class RemoteBackend(Backend):
@@ -106,8 +122,14 @@ class RemoteBackend(Backend):
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def exchange(self, request: GenerateRequest, path: str, body: Any) -> AsyncIterator[Reply]:
-        """The server's answer to one request; closed, and counted as done, however the context is left."""
+    async def exchange(
+        self, request: GenerateRequest, path: str, body: Any, answer: AnswerSoFar
+    ) -> AsyncIterator[Reply]:
+        """The server's answer to one request; closed, and counted as done, however the context is left.
+
+        An answer that goes wrong before anything of it was passed on raises BackendUnavailable: another model may
+        still be asked instead.
+        """
         self._running += 1
         try:
             reply = await self.client.stream(
@@ -115,6 +137,10 @@ class RemoteBackend(Backend):
             )
             try:
                 yield reply
+            except BackendCrashed as error:
+                failure = error if answer.begun else BackendUnavailable(error.message)
+                reply.note(failure)
+                raise failure from None
             except BaseException as error:
                 reply.note(error)
                 raise

@@ -116,6 +116,10 @@ class Translator:
         """The error that an answer is which is not what it should be."""
         return BackendCrashed(f"{self.server} {what}")
 
+    def lacking(self, what: str) -> BackendError:
+        """The error that an answer is which lacks what was asked for. That is no outage: others get what they want."""
+        return BackendError(f"{self.server} {what}")
+
     def unavailable(self, what: str, **how: Any) -> UpstreamError:
         """An attempt that never got an answer."""
         return UpstreamError(BackendUnavailable(f"{self.server} {what}"), **how)

@@ -291,6 +291,38 @@ def test_a_stream_that_is_no_answer_is_an_error_and_never_a_short_success(ask, w
 
 
 @pytest.mark.parametrize(
+    "beginning", [b": ping\n\n", b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n']
+)
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([], "before it was finished"),
+        (["{"], "not OpenAI's"),
+        (['{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}'], "gave up"),
+        (['{"error": {"message": "CUDA error", "code": 500}}'], "failed"),
+        (None, "broke off"),
+    ],
+)
+def test_what_goes_wrong_before_anything_was_passed_on_may_be_answered_by_another(
+    ask, wire, beginning, events, words
+) -> None:
+    """The first byte is not yet the first token."""
+
+    async def broken(exchange: Any) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        await exchange.send(head + b"%x\r\n%b\r\n" % (len(beginning), beginning))
+
+    script = broken if events is None else stream(beginning, *(wire.event(event.encode()) for event in events))
+    with pytest.raises(BackendUnavailable, match=words):
+        ask(script)
+
+
+def test_an_ending_of_one_choice_is_something_passed_on(ask, wire) -> None:
+    with pytest.raises(BackendCrashed, match="before it was finished"):
+        ask(stream(wire.chat_event(None, "stop")), sampling=SamplingParams(n=2))
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [("eos_token", "stop"), ("stop_sequence", "stop"), ("max_tokens", "length"), ("content_filter", "content_filter")],
 )
@@ -366,8 +398,31 @@ def test_llama_servers_completions_have_a_shape_of_their_own(ask, wire) -> None:
 )
 def test_log_probabilities_that_are_missing_are_an_error_and_never_zeros(ask, wire, logprobs) -> None:
     script = stream(wire.chat_event("Hi", logprobs=logprobs), wire.chat_event(None, "stop"))
-    with pytest.raises(BackendCrashed):
+    with pytest.raises(BackendError):
         ask(script, sampling=SamplingParams(logprobs=1))
+
+
+def test_a_choice_without_text_lacks_no_log_probabilities(ask, wire) -> None:
+    logprobs = {"content": [{"token": "Hi", "logprob": -0.5}]}
+    script = stream(
+        wire.chat_event("Hi", "stop", logprobs=logprobs), wire.chat_event(None, "stop", index=1), wire.usage_event()
+    )
+    deltas, _ = ask(script, sampling=SamplingParams(n=2, logprobs=0))
+    assert [(d.index, d.finish_reason) for d in deltas] == [(0, None), (0, "stop"), (1, "stop")]
+
+
+def test_who_asks_for_what_a_server_lacks_does_not_open_the_circuit_for_others(wire) -> None:
+    async def test() -> None:
+        async with wire.Upstream(wire.hello) as upstream:
+            backend = remote(upstream.url, kind="vllm", breaker_failures=1)
+            backend.client.open()
+            for _ in range(3):
+                with pytest.raises(BackendError, match="left out the log-probabilities"):
+                    await collect(backend, sampling=SamplingParams(logprobs=1))
+            assert (await collect(backend))[-1].finish_reason == "stop"
+            await backend.stop()
+
+    asyncio.run(test())
 
 
 # --- Which server it is, and how it is --------------------------------------------------------------------------------

@@ -170,6 +170,8 @@ def test_errors_before_and_within_an_answer(server) -> None:
     server.truncate_after, server.done_reason = None, "unload"
     with pytest.raises(BackendCrashed, match="gave up"):
         answer(server, request())
+    with pytest.raises(BackendUnavailable, match="gave up"):
+        answer(server, request(""))
     server.status = 503
     with pytest.raises(Overloaded):
         answer(server, request())

@@ -205,6 +205,22 @@ def test_health_and_limits_are_the_servers(server) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_is_complete_counts_as_one_and_leaves_its_connection(server, chat) -> None:
+    async def test() -> None:
+        backend = backend_at(server.url, breaker_failures=2)
+        await backend.start()
+        pool = backend.client._http._transport._pool
+        for _ in range(3):
+            backend.client.breaker.seen_dead()
+            assert told([delta async for delta in backend.generate(request(chat=chat))])[1] == "stop"
+        assert backend.client.breaker.state == "closed"
+        assert len(pool.connections) == 1 and pool.connections[0].is_idle()
+        await backend.stop()
+
+    asyncio.run(test())
+
+
 class TestContract(BackendContract):
     @pytest.fixture(scope="class")
     @classmethod

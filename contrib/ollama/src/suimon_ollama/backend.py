@@ -61,7 +61,10 @@ class OllamaBackend(RemoteBackend):
         if self.options.keep_alive:
             body["keep_alive"] = self.options.keep_alive
         answer = LineReader(request, self.client.errors)
-        async with self.exchange(request, path, body) as reply, aclosing(reply.items(JsonLineReader())) as lines:
+        async with (
+            self.exchange(request, path, body, answer) as reply,
+            aclosing(reply.items(JsonLineReader())) as lines,
+        ):
             async for line in lines:
                 for delta in answer.read(line):
                     yield delta

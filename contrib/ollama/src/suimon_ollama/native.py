@@ -133,7 +133,7 @@ class LineReader:
     def __init__(self, request: GenerateRequest, errors: Translator) -> None:
         self._wanted = request.sampling.logprobs
         self._errors = errors
-        self._begun = False
+        self.begun = False  # a part of the answer was passed on
         self._saw_logprobs = False
         self.is_complete = False
 
@@ -144,11 +144,11 @@ class LineReader:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise self._errors.malformed("sent a line that is not Ollama's") from None
         if found.error is not None:
-            raise self._errors.event({"error": found.error}, begun=self._begun)
+            raise self._errors.event({"error": found.error}, begun=self.begun)
         text = found.response if found.message is None else found.message.content
         logprobs = self._logprobs(found)
         if text or logprobs:
-            self._begun = True
+            self.begun = True
             yield Delta(text=text, logprobs=logprobs or None)
         if found.done:
             yield self._ending(found)
@@ -165,8 +165,8 @@ class LineReader:
     def _ending(self, line: Line) -> Delta:
         if line.done_reason not in ("stop", "length"):  # it (un)loaded the model, and answered nothing
             raise self._errors.malformed("gave up for a reason of its own")
-        if self._wanted is not None and self._begun and not self._saw_logprobs:
-            raise self._errors.malformed("left out the log-probabilities that were asked for")
+        if self._wanted is not None and self.begun and not self._saw_logprobs:
+            raise self._errors.lacking("left out the log-probabilities that were asked for")
         self.is_complete = True
         usage = Usage(prompt_tokens=line.prompt_eval_count, completion_tokens=line.eval_count)
         return Delta(finish_reason=line.done_reason, usage=usage)

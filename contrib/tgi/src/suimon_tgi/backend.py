@@ -80,7 +80,7 @@ class TGIBackend(RemoteBackend):
             async for delta in deltas:
                 if delta.finish_reason is not None:
                     yield _ending(delta, stops)
-                    return
+                    continue  # nothing follows but the end of the connection's use
                 if stops.hit is not None:  # the server sees a stop string only where a token ends
                     usage = await self._usage(request, tokens)
                     yield _ending(Delta(finish_reason="stop", usage=usage), stops)
@@ -91,13 +91,15 @@ class TGIBackend(RemoteBackend):
     async def _answer(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """What the server sends, whichever endpoint it comes from. Raises BackendErrors."""
         path, body, reader = self._call(request)
-        async with self.exchange(request, path, body) as reply, aclosing(reply.items(EventReader())) as events:
+        async with self.exchange(request, path, body, reader) as reply, aclosing(reply.items(EventReader())) as events:
             try:
                 async for data in events:
                     if data == DONE:
                         break
                     for delta in reader.read(data):
                         yield delta
+                    if isinstance(reader, NativeReader) and reader.is_complete:
+                        break
             except BackendCrashed:
                 if not reader.is_complete:
                     raise

@@ -111,7 +111,7 @@ class NativeReader:
         self._wants_logprobs = request.sampling.logprobs is not None
         self._wanted = request.sampling.logprobs or 0
         self._errors = errors
-        self._begun = False
+        self.begun = False  # a part of the answer was passed on
         self.is_complete = False
 
     def read(self, data: bytes) -> Iterator[Delta]:
@@ -122,10 +122,10 @@ class NativeReader:
             raise self._errors.malformed("sent an event that is not Text Generation Inference's") from None
         if event.error is not None:
             said = {"error": event.error, "error_type": event.error_type}
-            raise self._errors.event(said, begun=self._begun)
+            raise self._errors.event(said, begun=self.begun)
         if event.token is None:
             raise self._errors.malformed("sent an event without a token")
-        self._begun = True
+        self.begun = True
         yield self._delta(event.token, event.top_tokens or ())
         if event.details is not None:
             yield self._ending(event.details)
