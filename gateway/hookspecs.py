@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -328,10 +327,13 @@ class Backend(ABC):
     capabilities: Capabilities = Capabilities()
 
     async def start(self) -> None:
-        """Get ready in the background of a server that already answers health checks. Raise to stop the server."""
+        """Get ready in the background of a server that already answers health checks.
+
+        Raise where it cannot: the model has failed then and the others serve; if none is left, the server stops.
+        """
 
     async def stop(self) -> None:
-        """Release everything. Called once, also after a failed start."""
+        """Release everything. May come without a start, in the middle of one, after one that failed, and twice."""
 
     async def health(self) -> Health:
         """Answer quickly and from memory."""
@@ -403,44 +405,75 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 async def stream_from_thread(make: Callable[[], Iterator[Delta]]) -> AsyncIterator[Delta]:
     """Run a blocking generator in a thread of its own and yield what it yields, at the reader's pace.
 
-    ``make`` is called in the thread. When the caller leaves, the generator is closed at its next item.
+    ``make`` is called in the thread. When the caller leaves, the generator is closed at its next item, and the caller
+    waits for it: so there are never more threads than requests inside. Raises what the generator raised; RuntimeError
+    for a SystemExit and its like, which are not for the server.
     """
-    loop = asyncio.get_running_loop()
-    items: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
-    slots: queue.Queue[None] = queue.Queue()  # permits handed to the thread: at most this many items unread
-    for _ in range(16):
-        slots.put(None)
-    left = threading.Event()
-
-    def hand_over(item: Delta | BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop is gone: nobody is listening
-            loop.call_soon_threadsafe(items.put_nowait, item)
-
-    def run() -> None:
-        try:
-            generator = make()
-            for delta in generator:
-                slots.get()
-                if left.is_set():
-                    break
-                hand_over(delta)
-            close = getattr(generator, "close", None)
-            if close is not None:
-                close()
-            hand_over(None)
-        except BaseException as error:
-            hand_over(error)
-
-    threading.Thread(target=run, daemon=True, name="stream_from_thread").start()
+    stream = _ThreadStream(make)
     try:
-        while (item := await items.get()) is not None:
-            if isinstance(item, BaseException):
+        while (item := await stream.items.get()) is not None:
+            if isinstance(item, Exception):
                 raise item
             yield item
-            slots.put(None)
+            stream.permits.release()
     finally:
-        left.set()
-        slots.put(None)
+        await stream.leave()
+
+
+class _ThreadStream:
+    """A blocking generator in a thread of its own. ``items`` is what comes of it: deltas, then an error or None."""
+
+    AHEAD = 16  # items that it may be ahead of its reader
+
+    def __init__(self, make: Callable[[], Iterator[Delta]]) -> None:
+        self.items: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+        self.permits = threading.Semaphore(self.AHEAD)
+        self._make = make
+        self._left = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        threading.Thread(target=self._run, daemon=True, name="stream_from_thread").start()
+
+    def _run(self) -> None:
+        """In the thread."""
+        ending: Exception | None = None
+        try:
+            self._read()
+        except Exception as error:
+            ending = error
+        except BaseException as error:
+            ending = RuntimeError(f"the generator ended with {type(error).__name__}: {error}")
+            ending.__cause__ = error
+        self._call(self.items.put_nowait, ending)
+        self._call(self._ended.set_result, None)
+
+    def _read(self) -> None:
+        generator = self._make()
+        for delta in generator:
+            self.permits.acquire()
+            if self._left.is_set():
+                break
+            self._call(self.items.put_nowait, delta)
+        close = getattr(generator, "close", None)
+        if close is not None:
+            close()
+
+    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
+        with suppress(RuntimeError):  # the loop is gone: nobody is listening
+            self._loop.call_soon_threadsafe(function, argument)
+
+    async def leave(self) -> None:
+        """Return when the thread has ended, however often this is cancelled meanwhile."""
+        self._left.set()
+        self.permits.release()
+        cancelled: asyncio.CancelledError | None = None
+        while not self._ended.done():
+            try:
+                await asyncio.shield(self._ended)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -479,8 +512,10 @@ class Hooks:
     def register_backends(self, register: Callable[[Backend], None], settings: Settings) -> None:
         """Call ``register(backend)`` for the one model in ``settings.models``, if this plugin serves it.
 
-        Called for each replica of each configured model, at the start and for what a reload adds; and once with no
-        models, for a plugin that serves a model whatever is configured.
+        Called for each replica of each configured model, at the start, at every reload and by ``suimon check-config``;
+        and once with no models, for a plugin that serves a model whatever is configured. Often only to see whether it
+        succeeds, and sometimes in a thread: a backend acquires nothing before its ``start``, for not every one is
+        started, and those that are not are not stopped either.
         """
 
     @hookspec
@@ -511,13 +546,20 @@ class Hooks:
 
     @hookspec
     def request_started(self, request: GenerateRequest | EmbedRequest) -> None:
-        """A request was accepted and routed. Must return quickly."""
+        """A request was accepted and routed. Must return quickly; what it raises is logged and changes nothing.
+
+        A request that goes on to another replica or a fallback is started and finished once for each that was asked,
+        always under one ``request_id``.
+        """
 
     @hookspec
     def request_finished(
         self, request: GenerateRequest | EmbedRequest, usage: Usage | None, error: BaseException | None
     ) -> None:
-        """A request ended: ``error`` is what ended it early (asyncio.CancelledError when the client left)."""
+        """A request ended: ``error`` is what ended it early (asyncio.CancelledError when the client left).
+
+        Follows every ``request_started``; what it raises is logged and changes nothing.
+        """
 
     @hookspec
     def register_routes(self, register: Callable[[Any], None]) -> None:

@@ -129,3 +129,66 @@ def test_it_is_held_back_by_a_slow_reader_and_closed_when_the_reader_leaves() ->
     asyncio.run(read_three())
     assert closed.wait(10)
     assert len(made) < 50
+
+
+def test_who_leaves_waits_for_the_thread_however_often_it_is_cancelled() -> None:
+    blocked, release, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def make() -> Any:
+        try:
+            yield Delta(text="a")
+            blocked.set()
+            release.wait(30)
+            yield Delta(text="b")
+        finally:
+            closed.set()
+
+    async def leave() -> list[bool]:
+        deltas = stream_from_thread(make)
+        await anext(deltas)
+        await asyncio.to_thread(blocked.wait, 30)
+        reading = asyncio.ensure_future(anext(deltas))
+        ended = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            ended.append(reading.done())
+            reading.cancel()
+        await asyncio.wait({reading}, timeout=0.05)
+        ended.append(reading.done())
+        release.set()
+        await asyncio.gather(reading, return_exceptions=True)
+        return [*ended, reading.cancelled(), closed.is_set()]
+
+    assert asyncio.run(leave()) == [False, False, False, False, True, True]
+
+
+def test_a_cancellation_while_it_is_closed_is_not_lost() -> None:
+    release = threading.Event()
+
+    def make() -> Any:
+        yield Delta(text="a")
+        release.wait(30)
+        yield Delta(text="b")
+
+    async def close() -> None:
+        deltas: Any = stream_from_thread(make)
+        await anext(deltas)
+        closing = asyncio.ensure_future(deltas.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    asyncio.run(close())
+
+
+def test_an_exit_in_the_thread_is_an_error_and_not_the_servers_end() -> None:
+    def make() -> Any:
+        yield Delta(text="a")
+        sys.exit(3)
+
+    with pytest.raises(RuntimeError, match="ended with SystemExit: 3") as raised:
+        asyncio.run(collect(make))
+    assert isinstance(raised.value.__cause__, SystemExit)

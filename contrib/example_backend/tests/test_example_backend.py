@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from suimon_example.backend import ExampleBackend, register_backends
 
-from suimon.gateway.hookspecs import Backend, InvalidRequest
+from suimon.gateway.hookspecs import Backend, GenerateRequest, InvalidRequest
 from suimon.gateway.loopback import LoopbackServer
 from suimon.gateway.testing import BackendContract
 
@@ -42,3 +45,28 @@ def test_it_serves_the_models_that_name_it() -> None:
 def test_wrong_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="pause"):
         registered(options)
+
+
+def test_a_request_that_was_left_counts_until_its_thread_has_ended() -> None:
+    async def leave() -> list[int]:
+        backend = ExampleBackend("backwards")
+        in_word, go_on = threading.Event(), threading.Event()
+
+        def recite(text: str) -> Iterator[str]:
+            yield "first "
+            in_word.set()
+            go_on.wait(30)
+            yield "second "
+
+        backend._library.recite = recite  # type: ignore[method-assign]
+        deltas: Any = backend.generate(GenerateRequest(request_id="r", model="backwards", prompt="a b"))
+        await anext(deltas)
+        await asyncio.to_thread(in_word.wait, 30)
+        leaving = asyncio.ensure_future(deltas.aclose())
+        await asyncio.sleep(0)
+        running = [backend.load().running]
+        go_on.set()
+        await leaving
+        return [*running, backend.load().running]
+
+    assert asyncio.run(leave()) == [1, 0]
