@@ -136,7 +136,7 @@ class OpenAIRemote(RemoteBackend):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the server's answer as it comes."""
-        path, body = request_body(request, self.upstream_model, self.server)
+        path, body = request_body(request, self.upstream_model, self.server, self.options.unsupported)
         if request.messages is not None and "max_tokens" in body:
             body[self.options.max_tokens_field] = body.pop("max_tokens")
         answer = AnswerReader(request, self.client.errors)

@@ -6,7 +6,7 @@ request asks for a stream with the usage in it, whatever the client asked for: t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import msgspec
@@ -44,8 +44,13 @@ _FINISH_REASONS = {reason: reason for reason in FINISH_REASONS} | {
 # --- The request ------------------------------------------------------------------------------------------------------
 
 
-def request_body(request: GenerateRequest, model: str, server: Server) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a request. Raises InvalidRequest naming the first field that this server does not take."""
+def request_body(
+    request: GenerateRequest, model: str, server: Server, refused: Container[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a request. Raises InvalidRequest naming the first field that this server does not take.
+
+    ``refused``: what this very server refuses though its kind takes it; such a field is not sent, whatever its value.
+    """
     is_chat = request.messages is not None
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if request.messages is not None:
@@ -54,7 +59,7 @@ def request_body(request: GenerateRequest, model: str, server: Server) -> tuple[
         body["prompt"] = request.prompt
     for name, value in _wanted(request):
         body[_name(server, name, is_chat)] = value
-    body |= _sampling(request.sampling, server, is_chat) | _unless_refused(request, server, is_chat)
+    body |= _sampling(request.sampling, server, is_chat, refused) | _unless_refused(request, server, is_chat)
     return (CHAT if is_chat else COMPLETIONS), body
 
 
@@ -82,15 +87,17 @@ def _unless_refused(request: GenerateRequest, server: Server, is_chat: bool) -> 
     return body
 
 
-def _sampling(sampling: SamplingParams, server: Server, is_chat: bool) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, server: Server, is_chat: bool, refused: Container[str]) -> dict[str, Any]:
     body = {}
     for name, value in msgspec.structs.asdict(sampling).items():
         if name == "logprobs":
             continue
         is_default = value == _DEFAULTS[name] or (name == "top_k" and value == -1)
+        if not is_default and name in refused:
+            raise InvalidRequest(f"{name}: the server behind this model refuses it", param=name)
         if not is_default:
             body[_name(server, name, is_chat)] = value
-        elif name in _ALWAYS and (name in COMMON or server.takes.get(name)):
+        elif name in _ALWAYS and name not in refused and (name in COMMON or server.takes.get(name)):
             body[_name(server, name, is_chat)] = server.no_top_k if name == "top_k" else value
     if sampling.logprobs is not None:
         body |= _logprobs(sampling.logprobs, server, is_chat)

@@ -202,6 +202,21 @@ def test_defaults_that_a_server_may_have_otherwise_are_sent(ask, kind, off) -> N
     assert (body["top_k"], body["min_p"], body[penalty], body["temperature"]) == (off, 0.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    "off",
+    [["top_k", "min_p"], ["temperature", "top_p"], ["repetition_penalty", "presence_penalty", "seed", "logprobs"]],
+)
+def test_what_a_server_is_said_to_refuse_is_never_sent(ask, off) -> None:
+    """Neither as what a client asks for nor as a default of ours: a strict proxy, a reasoning model."""
+    _, (body,) = ask(kind="vllm", options={"unsupported": off})
+    always = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    assert always & set(body) == always - set(off)
+    name = off[0]
+    with pytest.raises(InvalidRequest, match=f"^{name}: ") as caught:
+        ask(kind="vllm", options={"unsupported": off}, sampling=SamplingParams(**{name: NON_DEFAULT[name]}))
+    assert caught.value.param == name
+
+
 def test_what_only_chats_take_is_refused_in_completions(ask) -> None:
     with pytest.raises(InvalidRequest, match="in completions"):
         ask(kind="lmdeploy", prompt="x", sampling=SamplingParams(logit_bias={1: 1.0}))
