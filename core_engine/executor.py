@@ -120,10 +120,10 @@ class Completed:
 
 
 class ForwardExecutor(ABC):
-    """A StepExecutor from one method: ``forward(batch) -> logits`` of shape (batch.num_logits, vocab)."""
+    """A StepExecutor from one method: ``forward(batch) -> logits`` (batch.num_logits, vocab), on ``device``."""
 
-    def __init__(self) -> None:
-        self.sampler = Sampler()
+    def __init__(self, device: str = "cpu") -> None:
+        self.sampler = Sampler(device)
 
     @property
     @abstractmethod

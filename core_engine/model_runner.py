@@ -21,7 +21,7 @@ class ModelRunner(ForwardExecutor):
     """Runs ``model`` on a cache of the sizes that ``plan`` says."""
 
     def __init__(self, model: Model, plan: EnginePlan) -> None:
-        super().__init__()
+        super().__init__(plan.device)
         self.model = model
         self.plan = plan
         self.kv_cache = KVCache.allocate(model.kv_shapes, plan.num_blocks, plan.block_size, plan.dtype, plan.device)

@@ -67,7 +67,7 @@ def make_executor(config: EngineConfig, model_path: Path) -> StepExecutor:
     plan = make_plan(config, options, header, on_gpu=layers != 0, embeds=embeds)
     model = LlamaModel(library, path, options, layers)
     check_architecture(header, has_encoder=model.has_encoder, has_decoder=model.has_decoder, embeds=embeds)
-    torch.set_num_threads(plan.num_threads)
+    torch.set_num_threads(1)  # for what is done beside the library, whose idle threads go on spinning for a while
     kind = LlamaCppEmbedder if embeds else LlamaCppExecutor
     return kind(model, plan, options, header)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from suimon.kernels.cpu.build import BuildError, library_path
 
-VERSION = 2
+VERSION = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -94,6 +94,17 @@ class AttentionStruct(Structure):
     )
 
 
+class SampleStruct(Structure):
+    _fields_ = (
+        ("seed", c_uint64),
+        ("position", c_uint64),
+        ("top_p", c_double),
+        ("top_k", c_int64),
+        ("temperature", c_float),
+        ("min_p", c_float),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "suimon_version": (c_int64, ()),
     "suimon_sizes": (None, (POINTER(c_int64),)),
@@ -105,6 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (c_void_p, POINTER(AttentionStruct), c_int64, *[c_void_p] * 3, POINTER(SequencesStruct), c_void_p),
     ),
+    "suimon_sample": (None, (c_void_p, c_void_p, *[c_int64] * 3, POINTER(SampleStruct), c_void_p, c_void_p)),
     "suimon_decode": (None, (c_void_p, POINTER(DecoderStruct), POINTER(StepStruct))),
 }
 
@@ -131,9 +143,9 @@ def _opened(path: Path) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    sizes = (c_int64 * 4)()
+    sizes = (c_int64 * 5)()
     loaded.suimon_sizes(sizes)
-    ours = [ctypes.sizeof(struct) for struct in (LinearStruct, LayerStruct, DecoderStruct, StepStruct)]
+    ours = [ctypes.sizeof(struct) for struct in (LinearStruct, LayerStruct, DecoderStruct, StepStruct, SampleStruct)]
     if loaded.suimon_version() != VERSION or list(sizes) != ours:
         raise RuntimeError(f"the compiled CPU kernels do not fit this version: sizes {list(sizes)}, expected {ours}")
     return loaded

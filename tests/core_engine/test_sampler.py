@@ -19,8 +19,18 @@ from suimon.core_engine.logit_edits import TokenCounts, apply_penalties
 from suimon.core_engine.sampler import MIN_LOGPROB, Sampler, SamplerOutput, SamplingRow
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.uniform_numbers import philox, uniform_numbers
+from suimon.kernels import cpu
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds of both."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "is_available", lambda: False)
+    elif not cpu.is_available():
+        pytest.skip("no C++ compiler on this machine")
 
 
 def make_row(params: SamplingParams = GREEDY, **overrides: object) -> SamplingRow:

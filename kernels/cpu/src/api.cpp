@@ -1,12 +1,13 @@
 // What Python calls (kernels/cpu/library.py). Every pointer is to contiguous memory that outlives the call.
 #include "decoder.h"
+#include "sampling.h"
 
 using namespace suimon;
 
 extern "C" {
 
 // Changes whenever a signature or a struct here does.
-int64_t suimon_version() { return 2; }
+int64_t suimon_version() { return 3; }
 
 // Bytes of each struct, so that the two sides' idea of them can be compared.
 void suimon_sizes(int64_t* sizes) {
@@ -14,6 +15,7 @@ void suimon_sizes(int64_t* sizes) {
   sizes[1] = sizeof(Layer);
   sizes[2] = sizeof(Decoder);
   sizes[3] = sizeof(Step);
+  sizes[4] = sizeof(SampleRow);
 }
 
 void* suimon_pool_new(int64_t threads) { return new Pool(int(threads)); }
@@ -36,5 +38,10 @@ void suimon_attend(void* pool, const Attention* shape, int64_t dtype, const floa
 
 void suimon_decode(void* pool, const Decoder* decoder, const Step* step) {
   decode(*static_cast<Pool*>(pool), *decoder, *step);
+}
+
+void suimon_sample(void* pool, const float* logits, int64_t count, int64_t size, int64_t stride, const SampleRow* rows,
+                   int64_t* tokens, uint8_t* is_finite) {
+  sample(*static_cast<Pool*>(pool), logits, count, size, stride, rows, tokens, is_finite);
 }
 }
