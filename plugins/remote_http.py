@@ -1,9 +1,9 @@
 """Calls to one remote server over HTTP: a pool of connections, limits on time and size, attempts, a circuit breaker.
 
 An attempt may be repeated only while not a byte of an answer has come: generation changes nothing at the server, but
-half an answer cannot be taken back. Redirects are not followed, proxies only used where the operator says so, and
-nothing of the client's headers is sent on. Knows bytes and statuses; refuses to know what is asked. For plugins outside
-this repository it is beta: names may still change.
+half an answer cannot be taken back. Redirects are not followed, proxies only used where the operator says so, nothing of
+the client's headers is sent on, and no cookie of the server's is kept: its next request may be another tenant's. Knows
+bytes and statuses; refuses to know what is asked. For plugins outside this repository it is beta: names may still change.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("suimon.plugins.remote")
 
 FIRST_BACKOFF = 0.1  # seconds before the first repetition, doubled each time and shortened by up to half at random
+KEEP_ALIVE = (
+    2.0  # seconds that an idle connection is kept: servers close theirs after 5 and more, and must not be first
+)
 MAX_JSON = 64 * 1024 * 1024  # bytes of an answer that is read whole
 T = TypeVar("T")
 
@@ -76,7 +80,10 @@ class RemoteClient:
             verify=self._verification(),
             trust_env=options.trust_env,
             follow_redirects=False,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=options.max_concurrency),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=options.max_concurrency, keepalive_expiry=KEEP_ALIVE
+            ),
             timeout=httpx2.Timeout(None, connect=options.connect_timeout),
         )
 

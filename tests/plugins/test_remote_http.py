@@ -148,6 +148,30 @@ def test_connections_are_used_again(run) -> None:
     run(test, two_events)
 
 
+def test_an_idle_connection_is_given_up_before_the_server_does_so(run) -> None:
+    """uvicorn, and with it most of these servers, closes after 5 seconds; a request on its way then would be lost."""
+
+    async def test(upstream: Any, caller: Caller) -> None:
+        pool = caller.client._http._transport._pool
+        assert pool._keepalive_expiry < 5
+
+    run(test, two_events)
+
+
+def test_cookies_of_the_server_are_neither_kept_nor_sent(run) -> None:
+    async def crumbs(exchange: Any) -> None:
+        await exchange.whole(200, b"data: 1\n\n", "text/event-stream", set_cookie="session=one-tenants; Path=/")
+
+    async def test(upstream: Any, caller: Caller) -> None:
+        for _ in range(3):
+            await caller.events()
+            await caller.client.look("/health", 60)
+        assert all("cookie" not in request.headers for request in upstream.requests)
+        assert len(caller.client._http.cookies.jar) == 0
+
+    run(test, crumbs)
+
+
 def test_an_event_leaves_before_the_next_one_is_there(run) -> None:
     """The server waits until its first event was read: a client that collects would wait for ever."""
     read = asyncio.Event()
