@@ -163,6 +163,13 @@ class BlockManager:
         """Nothing: blocks are written before they are read, and ``fork`` hands out its copies itself."""
         return []
 
+    def forget(self, seq_id: int) -> None:
+        """Nothing to do: blocks are not the executor's to lose."""
+
+    def release_kept(self) -> bool:
+        """Nothing to do: cached blocks are in nobody's way."""
+        return False
+
     def register(self, sequence: Sequence) -> None:
         """Enter the sequence's full blocks of accepted and computed tokens into the prefix cache."""
         if not self.enable_prefix_caching:

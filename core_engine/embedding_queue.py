@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from suimon.core_engine.errors import EngineError
+from suimon.core_engine.errors import EngineDeadError, EngineError
 from suimon.core_engine.messages import Embedding, EmbedRequest
 from suimon.core_engine.public_text import public_text
 
@@ -40,11 +40,16 @@ class EmbeddingQueue:
         self._waiting.pop(request_id, None)
 
     def step(self) -> Embedding:
-        """Compute an input of the next request. What goes wrong is its failure; its other inputs are dropped."""
+        """Compute an input of the next request. What goes wrong is its failure; its other inputs are dropped.
+
+        Raises EngineDeadError if no further input can be computed either.
+        """
         request_id, inputs = self._waiting.popitem(last=False)
         index, token_ids = inputs.popleft()
         try:
             vector = self._embed(token_ids)
+        except EngineDeadError:
+            raise
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("could not embed input %d of request %s", index, request_id)

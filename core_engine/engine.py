@@ -22,7 +22,14 @@ from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.context_limit import resolve_max_tokens
 from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
-from suimon.core_engine.executor import PER_SEQUENCE, EmbeddingExecutor, ExecutorCapabilities, Pending, StepExecutor
+from suimon.core_engine.executor import (
+    PER_SEQUENCE,
+    EmbeddingExecutor,
+    ExecutorCapabilities,
+    ExecutorDeadError,
+    Pending,
+    StepExecutor,
+)
 from suimon.core_engine.kv_manager import KVManager
 from suimon.core_engine.outputs import EngineOutput
 from suimon.core_engine.sampler import SamplingRow
@@ -85,7 +92,8 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Compute one batch and return what it brought. The plain loop is ``while engine.has_work: engine.step()``.
 
-        Raises EngineDeadError if the executor fails again and again; a single failure ends the batch's sequences.
+        Raises EngineDeadError if the executor fails again and again, or says that it cannot go on; any other failure
+        ends the batch's sequences.
         """
         return self.submit() or self.collect()
 
@@ -158,6 +166,8 @@ class Engine:
         self._num_failures += 1
         logger.error("step %d failed", batch.step_id, exc_info=error)
         reason = f"the executor failed in step {batch.step_id}: {type(error).__name__}: {error}"
+        if isinstance(error, ExecutorDeadError):
+            raise EngineDeadError(reason) from error
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             raise EngineDeadError(f"{reason} ({self._num_failures} steps in a row)") from error
         return self._account(self.scheduler.fail(batch, reason))
@@ -226,7 +236,7 @@ class Engine:
         """The vector of one input, computed at once. Call it between steps.
 
         Raises InvalidRequestError where the model has no vectors or the input no tokens of the model's,
-        ContextLengthError for more of them than it takes.
+        ContextLengthError for more of them than it takes, EngineDeadError if the executor cannot go on.
         """
         if not self._capabilities.embeds:
             raise InvalidRequestError("this model computes no embeddings", param="model")
@@ -235,7 +245,10 @@ class Engine:
         if len(token_ids) > limit:
             message = f"an input has {len(token_ids)} tokens, and the model takes up to {limit}"
             raise ContextLengthError(message, param="input")
-        return cast(EmbeddingExecutor, self.executor).embed(token_ids)
+        try:
+            return cast(EmbeddingExecutor, self.executor).embed(token_ids)
+        except ExecutorDeadError as error:
+            raise EngineDeadError(f"the executor failed on an input: {error}") from error
 
     def add_end_tokens(self, token_ids: Iterable[int]) -> None:
         """From now on these end a sequence too, unless it ignores them."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from suimon.core_engine.batch import FreeSequence, ScheduledBatch, ScheduledSequence
+from suimon.core_engine.batch import CacheOp, FreeSequence, MoveSequence, ScheduledBatch, ScheduledSequence
 from suimon.core_engine.logprobs import TokenLogprobs
 from suimon.core_engine.sampler import Sampler, SamplerOutput, SamplingRow
 
@@ -71,10 +71,15 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one step, by seq_id; every scheduled sequence has an entry."""
+    """The results of one step, by seq_id; every scheduled sequence has an entry.
+
+    ``lost`` names those, scheduled or not, running or ended, whose KV is gone: they have to be computed again, and
+    nothing can be copied from them.
+    """
 
     step_id: int
     sequences: Mapping[int, SequenceResult]
+    lost: frozenset[int] = frozenset()
 
 
 class Pending(Protocol):
@@ -84,7 +89,10 @@ class Pending(Protocol):
 
 
 class StepExecutor(Protocol):
-    """What the engine loop calls. ``sampling`` holds one row per row of logits, in batch order."""
+    """What the engine loop calls. ``sampling`` holds one row per row of logits, in batch order.
+
+    An exception from a step fails that step's sequences, an ExecutorDeadError ends the engine.
+    """
 
     @property
     def capabilities(self) -> ExecutorCapabilities: ...
@@ -101,8 +109,20 @@ class EmbeddingExecutor(StepExecutor, Protocol):
         """The vector of one input of 1 to ``max_model_len`` tokens; called between steps."""
 
 
+class ExecutorDeadError(Exception):
+    """Raised by an executor that cannot be used any more: the engine ends at once, and its process is replaced."""
+
+
+class LostSequencesError(Exception):
+    """Raised by ``forward``: the operations have cost these sequences, running or ended, all of their KV."""
+
+    def __init__(self, seq_ids: Iterable[int]) -> None:
+        super().__init__("some sequences have lost their KV")
+        self.seq_ids = frozenset(seq_ids)
+
+
 class OutOfSlotsError(Exception):
-    """Raised by ``forward``: these sequences have no KV memory, or have lost what was in it; compute the others."""
+    """Raised by ``forward``: there is no KV memory for these sequences; compute the others."""
 
     def __init__(self, seq_ids: Iterable[int]) -> None:
         super().__init__("no room for some sequences")
@@ -133,28 +153,38 @@ class ForwardExecutor(ABC):
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Execute ``batch.cache_ops``, then the tokens; logits (batch.num_logits, vocab), any float dtype.
 
-        May raise OutOfSlotsError once the operations are executed; it is then called again without those sequences.
+        May raise LostSequencesError or OutOfSlotsError once the operations are executed; it is then called again, with
+        neither those sequences nor operations.
         """
 
     def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
-        for op in batch.cache_ops:
-            if type(op) is FreeSequence:
-                self.sampler.forget(op.seq_id)
+        self._forget(batch.cache_ops)
         results: dict[int, SequenceResult] = {}
+        lost: frozenset[int] = frozenset()
         while batch.sequences:
             try:
                 logits = self.forward(batch)
+            except LostSequencesError as error:
+                if not batch.cache_ops:
+                    raise  # nothing was executed that could lose anything: it would be called for ever
+                lost, refused = error.seq_ids, _refused(batch, error.seq_ids, SequenceResult())
             except OutOfSlotsError as full:
-                refused = {
-                    s.seq_id: SequenceResult(out_of_slots=True) for s in batch.sequences if s.seq_id in full.seq_ids
-                }
+                refused = _refused(batch, full.seq_ids, SequenceResult(out_of_slots=True))
                 if not refused:
                     raise  # it names none of those it was given, and would be called for ever
-                batch, results = _without(batch, refused), results | refused
-                sampling = [row for row in sampling if row.seq_id not in refused]
             else:
-                return Completed(StepResult(batch.step_id, results | self._sample(batch, logits, sampling)))
-        return Completed(StepResult(batch.step_id, results))
+                results |= self._sample(batch, logits, sampling)
+                break
+            batch, results = _without(batch, refused), results | refused
+            sampling = [row for row in sampling if row.seq_id not in refused]
+        return Completed(StepResult(batch.step_id, results, lost))
+
+    def _forget(self, operations: Iterable[CacheOp]) -> None:
+        """What the sampler keeps for those that are gone."""
+        for op in operations:
+            match op:
+                case FreeSequence(seq_id) | MoveSequence(source=seq_id):
+                    self.sampler.forget(seq_id)
 
     def _sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, sampling: Sequence[SamplingRow]
@@ -171,6 +201,10 @@ class ForwardExecutor(ABC):
 
     def close(self) -> None:
         """Release what the executor holds. The default holds nothing."""
+
+
+def _refused(batch: ScheduledBatch, seq_ids: Container[int], result: SequenceResult) -> dict[int, SequenceResult]:
+    return {sequence.seq_id: result for sequence in batch.sequences if sequence.seq_id in seq_ids}
 
 
 def _without(batch: ScheduledBatch, refused: Container[int]) -> ScheduledBatch:

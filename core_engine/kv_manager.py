@@ -78,6 +78,12 @@ class KVManager(Protocol):
     def finish(self, sequence: Sequence) -> bool:
         """The running sequence has ended. True if the executor is to keep its KV, until a FreeSequence says so."""
 
+    def forget(self, seq_id: int) -> None:
+        """The executor has lost what it was to keep of an ended sequence."""
+
+    def release_kept(self) -> bool:
+        """Have the executor drop the KV that it only keeps for later. False if it keeps none."""
+
     def register(self, sequence: Sequence) -> None:
         """More of the sequence's tokens are computed."""
 

@@ -236,7 +236,7 @@ class Scheduler:
         self.blocks.free(sequence)
         self._cache_ops.append(TrimSequence(sequence.seq_id, 0))
         sequence.num_computed_tokens = 0
-        sequence.out_of_slots = False
+        sequence.out_of_slots = sequence.has_lost_kv = False
         sequence.num_overtaken = self.config.max_overtaken
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -349,15 +349,33 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
         """Append what was sampled, end and free what is done. Results come in submission order."""
         outputs: list[EngineOutput] = []
-        is_alone = len(self.running) == 1
+        self._mark_lost(result.lost)
+        # What is only kept gives way before anybody is told that there is no room.
+        is_full = any(outcome.out_of_slots for outcome in result.sequences.values())
+        is_alone = not (is_full and self.blocks.release_kept()) and len(self.running) == 1
         for scheduled in batch.sequences:
             sequence = self.sequences[scheduled.seq_id]
             sequence.num_in_flight -= len(scheduled.token_ids)
-            if not sequence.is_ended and not sequence.out_of_slots:
+            if not sequence.is_ended and not sequence.must_restart:
                 outcome = result.sequences.get(scheduled.seq_id, _NO_RESULT)
                 outputs += self._apply(sequence, scheduled, outcome, is_alone)
             self._settle(sequence)
+        self._settle_lost(result.lost)
         return outputs
+
+    def _mark_lost(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            sequence = self.sequences.get(seq_id)
+            if sequence is None:
+                self.blocks.forget(seq_id)
+            else:
+                sequence.has_lost_kv = sequence.status is Status.RUNNING
+
+    def _settle_lost(self, seq_ids: Iterable[int]) -> None:
+        """Those that had no part in the batch."""
+        for sequence in [self.sequences[seq_id] for seq_id in seq_ids if seq_id in self.sequences]:
+            if sequence.has_lost_kv:
+                self._settle(sequence)
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[EngineOutput]:
         """End every sequence of a batch that the executor could not run, each with that error."""
@@ -421,10 +439,11 @@ class Scheduler:
             return
         if sequence.is_ended:
             self._finish(sequence)
-        elif sequence.out_of_slots:
+        elif sequence.must_restart:
+            lacked_slots = sequence.out_of_slots
             self._preempt(sequence)
-            # As many as the executor could hold, until one of them has left.
-            self._seats = max(len(self.running), 1)
+            if lacked_slots:  # as many as the executor could hold, until one of them has left
+                self._seats = max(len(self.running), 1)
 
     def _finish(self, sequence: Sequence) -> None:
         is_kept = False

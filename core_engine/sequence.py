@@ -78,6 +78,7 @@ class Sequence:
     stop_reason: int | None = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
     out_of_slots: bool = field(default=False, init=False)
+    has_lost_kv: bool = field(default=False, init=False)
     leader: Sequence | None = field(default=None, init=False)
     siblings: list[Sequence] = field(default_factory=list, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
@@ -122,7 +123,12 @@ class Sequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether a step would bring it on. Not while it only waits for its batches in flight, to end or to restart."""
-        return self.num_to_schedule > 0 and not self.is_ended and not self.out_of_slots
+        return self.num_to_schedule > 0 and not self.is_ended and not self.must_restart
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether it is to be preempted once nothing of it is in flight: results until then mean nothing."""
+        return self.out_of_slots or self.has_lost_kv
 
     @property
     def is_prompt_computed(self) -> bool:

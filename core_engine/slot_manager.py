@@ -179,7 +179,8 @@ class SlotManager:
     def finish(self, sequence: Sequence) -> bool:
         """The running sequence has ended; whether it stays resident. Not after an error: what it holds is unknown."""
         resident = self._running.get(sequence.seq_id)
-        if resident is None or not self._keeps_any or sequence.error is not None:
+        is_sound = sequence.error is None and not sequence.has_lost_kv
+        if resident is None or not self._keeps_any or not is_sound:
             self.free(sequence)
             return False
         self._forget_beyond(resident, resident.num_computed)
@@ -189,6 +190,19 @@ class SlotManager:
         self._kept[sequence.seq_id] = self._running.pop(sequence.seq_id)
         self._limit_kept()
         return True
+
+    def forget(self, seq_id: int) -> None:
+        """The engine has lost what it kept of an ended sequence, which may have left since."""
+        if seq_id in self._kept:
+            self._kept.move_to_end(seq_id, last=False)
+            self._evict()
+
+    def release_kept(self) -> bool:
+        """Give up all that is only kept. False if that is nothing."""
+        had_any = bool(self._kept)
+        while self._kept:
+            self._evict()
+        return had_any
 
     @property
     def _keeps_any(self) -> bool:

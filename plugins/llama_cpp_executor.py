@@ -22,7 +22,9 @@ from suimon.core_engine.errors import InvalidRequestError
 from suimon.core_engine.executor import (
     PER_SEQUENCE,
     ExecutorCapabilities,
+    ExecutorDeadError,
     ForwardExecutor,
+    LostSequencesError,
     OutOfSlotsError,
     Pending,
     StepExecutor,
@@ -35,6 +37,7 @@ from suimon.plugins.llama_cpp_library import (
     ABORTED,
     DECODED,
     NO_ROOM,
+    REFUSED,
     ContextSizes,
     Interrupt,
     LlamaContext,
@@ -134,12 +137,12 @@ class LlamaCppExecutor(ForwardExecutor):
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """One llama_decode. The logits (batch.num_logits, vocab) lie in the library's memory until the next one.
 
-        Raises OutOfSlotsError, for those whose KV cannot be trimmed or, one at a time, the last for whom there is no
-        room; RuntimeError if the library fails.
+        Raises LostSequencesError for those whose KV cannot be trimmed; OutOfSlotsError for the last for whom there is
+        no room, one at a time; RuntimeError if the library fails, ExecutorDeadError if it cannot be used after that.
         """
-        lost = [_subject(op) for op in batch.cache_ops if not self._execute(op)]
-        if lost and any(s.seq_id in lost for s in batch.sequences):
-            raise OutOfSlotsError(lost)
+        lost = [seq_id for operation in batch.cache_ops for seq_id in self._execute(operation)]
+        if lost:
+            raise LostSequencesError(lost)
         token_ids: list[int] = []
         positions: list[int] = []
         seats: list[int] = []
@@ -161,8 +164,7 @@ class LlamaCppExecutor(ForwardExecutor):
             raise OutOfSlotsError([batch.sequences[-1].seq_id])
         if code == ABORTED:
             raise RuntimeError("the computation was interrupted")
-        if code != DECODED:
-            raise RuntimeError(f"llama_decode failed with code {code}; its log line says why")
+        _check_decoded(code)
 
     def close(self) -> None:
         """Free the library's memory."""
@@ -177,25 +179,33 @@ class LlamaCppExecutor(ForwardExecutor):
             self._seats[seq_id] = heapq.heappop(self._free_seats)
         return self._seats[seq_id]
 
-    def _execute(self, operation: CacheOp) -> bool:
-        """False if the sequence's end cannot be forgotten: all of it then is, and has to be computed again."""
+    def _execute(self, operation: CacheOp) -> tuple[int, ...]:
+        """Those that it cost all of their KV: a sequence whose end cannot be forgotten, and who was to begin with it.
+
+        Raises ValueError for an operation that is for another kind of executor.
+        """
         match operation:
+            case CopySequence(source, target) | MoveSequence(source, target) if source not in self._seats:
+                return source, target  # an operation before it was too much for the source
             case CopySequence(source, target, length):
                 self._context.copy(self._seats[source], self._seat(target), length)
+                return self._trim(target, length)
             case MoveSequence(source, target, length):
                 self._seats[target] = self._seats.pop(source)
                 return self._trim(target, length)
             case FreeSequence(seq_id) | TrimSequence(seq_id, 0):
                 self._leave(seq_id)
-            case TrimSequence(seq_id, length) if seq_id in self._seats:
-                return self._trim(seq_id, length)
-        return True
+            case TrimSequence(seq_id, length):
+                return self._trim(seq_id, length) if seq_id in self._seats else ()
+            case _:
+                raise ValueError(f"llama.cpp keeps KV per sequence and cannot execute {operation}")
+        return ()
 
-    def _trim(self, seq_id: int, length: int) -> bool:
+    def _trim(self, seq_id: int, length: int) -> tuple[int, ...]:
         if self._context.trim(self._seats[seq_id], length):
-            return True
+            return ()
         self._leave(seq_id)
-        return False
+        return (seq_id,)
 
     def _leave(self, seq_id: int) -> None:
         seat = self._seats.pop(seq_id, None)
@@ -243,12 +253,14 @@ class LlamaCppEmbedder:
         _end_early_on_signals(self._context.interrupt)
 
     def embed(self, token_ids: Sequence[int]) -> list[float]:
-        """The vector of one input, of length 1. Raises RuntimeError if the library fails."""
+        """The vector of one input, of length 1.
+
+        Raises RuntimeError if the library fails, ExecutorDeadError if it cannot be used after that.
+        """
         self._context.clear()
         count = len(token_ids)
         code = self._context.decode(token_ids, range(count), [0] * count, range(count))
-        if code != DECODED:
-            raise RuntimeError(f"llama_decode failed with code {code}; its log line says why")
+        _check_decoded(code)
         vector = self._context.embedding(0).astype(np.float64)
         norm = float(np.linalg.norm(vector))
         return [float(value) for value in vector / norm] if norm > 0.0 else [0.0] * len(vector)
@@ -263,8 +275,11 @@ class LlamaCppEmbedder:
         self._model.close()
 
 
-def _subject(operation: CacheOp) -> int:
-    return operation.target if isinstance(operation, MoveSequence) else operation.seq_id
+def _check_decoded(code: int) -> None:
+    if code == DECODED:
+        return
+    message = f"llama_decode failed with code {code}; its log line says why"
+    raise ExecutorDeadError(message) if code < REFUSED else RuntimeError(message)
 
 
 def _end_early_on_signals(interrupt: Interrupt) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL_HINT = 'pip install "suimon[llama-cpp]"'
 # llama_decode's answers; what is below 0 is an error, what is below -1 one after which the context is not to be used.
-DECODED, NO_ROOM, ABORTED = 0, 1, 2
+DECODED, NO_ROOM, ABORTED, REFUSED = 0, 1, 2, -1
 
 _CACHE_TYPES = {"f32": "GGML_TYPE_F32", "f16": "GGML_TYPE_F16", "bf16": "GGML_TYPE_BF16", "q8_0": "GGML_TYPE_Q8_0"}
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}

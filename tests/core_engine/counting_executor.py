@@ -18,13 +18,14 @@ import torch
 from suimon.core_engine.batch import ScheduledBatch
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import ModelLoadError
-from suimon.core_engine.executor import ExecutorCapabilities, ForwardExecutor
+from suimon.core_engine.executor import ExecutorCapabilities, ExecutorDeadError, ForwardExecutor
 
 VOCAB_SIZE = 300
 EOS = 299
 POISON = 290  # a prompt with this token kills the process that computes it
 ENDLESS = 291  # one with this token is computed for longer than anybody waits
 FAILING = 292  # one with this token makes the executor raise
+BREAKING = 293  # one with this token makes it say that it cannot go on
 
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -90,3 +91,5 @@ class CountingExecutor(ForwardExecutor):
             time.sleep(600)
         if FAILING in prompt_tokens:
             raise RuntimeError("no luck at 0x7f0011223344 in /usr/lib/secret/module.py")
+        if BREAKING in prompt_tokens:
+            raise ExecutorDeadError("broken beyond repair")

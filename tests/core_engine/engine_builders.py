@@ -124,6 +124,7 @@ class HashExecutor:
         self.fail_result_next = False
         self.always_full = False
         self.is_closed = False
+        self.lost: set[int] = set()  # sequences whose KV an operation of this step has cost them
         self._lost: set[int] = set()  # sequences whose next chunk, in flight already, misses the one before it
 
     def submit(self, batch: ScheduledBatch, sampling: List[SamplingRow]) -> HashPending:
@@ -148,9 +149,11 @@ class HashExecutor:
         results = {}
         for scheduled in batch.sequences:
             own = [next(rows) for _ in range(scheduled.num_logits)]
-            results[scheduled.seq_id] = self._run_sequence(scheduled, own)
+            is_lost = scheduled.seq_id in self.lost
+            results[scheduled.seq_id] = SequenceResult() if is_lost else self._run_sequence(scheduled, own)
         self._inject(batch, results)
-        return StepResult(batch.step_id, results)
+        lost, self.lost = frozenset(self.lost), set()
+        return StepResult(batch.step_id, results, lost)
 
     def apply(self, operation: CacheOp) -> None:
         size = self.capabilities.block_size
@@ -252,15 +255,19 @@ class ContiguousExecutor(HashExecutor):
     """Keeps KV per sequence and appends to it: positions that are not trimmed away cannot be written again.
 
     ``num_cells`` bounds the tokens of all sequences together, a copied one counting once; who does not fit is told so.
+    Where it ``loses_ends``, a sequence of which an end is to be cut off loses all it has.
     """
 
     def __init__(self, capabilities: ExecutorCapabilities, num_cells: int = 10**9) -> None:
         super().__init__(capabilities)
         self.num_cells = num_cells
+        self.loses_ends = False
         self.cells: dict[int, list[int]] = {}
 
     def apply(self, operation: CacheOp) -> None:
         match operation:
+            case CopySequence(source, target) | MoveSequence(source, target) if source in self.lost:
+                self.lost.add(target)
             case CopySequence(source, target, length):
                 self._expect(not self.cells.get(target), f"{target} holds something already")
                 self._expect(len(self.cells.get(source, [])) >= length, f"{source} holds less than {length}")
@@ -268,13 +275,21 @@ class ContiguousExecutor(HashExecutor):
             case MoveSequence(source, target, length):
                 self._expect(not self.cells.get(target), f"{target} holds something already")
                 self._expect(len(self.cells.get(source, [])) >= length, f"{source} holds less than {length}")
-                self.cells[target] = self.cells.pop(source)[:length]
+                self.cells[target] = self.cells.pop(source)
+                self._cut(target, length)
             case TrimSequence(seq_id, length):
-                del self.cells.get(seq_id, [])[length:]
+                self._cut(seq_id, length)
             case FreeSequence(seq_id):
                 self.cells.pop(seq_id, None)
             case CopyBlock():
                 self.violations.append("a copy of a block, but there are no blocks")
+
+    def _cut(self, seq_id: int, length: int) -> None:
+        cells = self.cells.get(seq_id, [])
+        if self.loses_ends and 0 < length < len(cells):
+            del self.cells[seq_id]
+            self.lost.add(seq_id)
+        del cells[length:]
 
     def _check_tables(self, batch: ScheduledBatch) -> None:
         if self.capabilities.kv_kind == PAGED:

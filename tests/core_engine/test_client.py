@@ -38,7 +38,7 @@ from suimon.core_engine.request import EngineRequest
 from suimon.core_engine.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
-POISON, ENDLESS, FAILING = 290, 291, 292  # as in counting_executor.py
+POISON, ENDLESS, FAILING, BREAKING = 290, 291, 292, 293  # as in counting_executor.py
 PATIENCE = 60.0  # seconds that only a defect takes
 
 
@@ -470,13 +470,14 @@ def test_a_small_request_for_embeddings_does_not_wait_for_a_large_one_which_coun
     embedder.run(test)
 
 
-def test_an_engine_that_dies_fails_its_embeddings(start: Callable[..., Service]) -> None:
+@pytest.mark.parametrize("culprit", [POISON, BREAKING])
+def test_an_engine_that_dies_fails_its_embeddings(start: Callable[..., Service], culprit: int) -> None:
     service = start({"embeds": True})
     service.run(EngineClient.start)
 
     async def test(client: EngineClient) -> None:
         with pytest.raises(EngineDeadError):
-            await client.embed([[5], [POISON]])
+            await client.embed([[5], [culprit]])
         await settled(lambda c: c.state == "ready")(client)
         assert len(await client.embed([[5]])) == 1
 
@@ -561,7 +562,9 @@ def test_a_stopped_process_is_replaced(mortal: Service) -> None:
     mortal.run(test)
 
 
-@pytest.mark.parametrize(("culprit", "reason"), [(POISON, "SIGKILL"), (ENDLESS, "stepping for")])
+@pytest.mark.parametrize(
+    ("culprit", "reason"), [(POISON, "SIGKILL"), (ENDLESS, "stepping for"), (BREAKING, "beyond repair")]
+)
 def test_a_request_that_takes_two_engines_with_it_fails_and_no_third_one(mortal: Service, culprit, reason) -> None:
     async def test(client: EngineClient) -> None:
         await words(client, request("1"))

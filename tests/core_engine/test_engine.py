@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from suimon.core_engine.batch import ScheduledBatch, ScheduledSequence
+from suimon.core_engine.batch import FreeSequence, MoveSequence, ScheduledBatch, ScheduledSequence, TrimSequence
 from suimon.core_engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
-from suimon.core_engine.executor import OutOfSlotsError
+from suimon.core_engine.executor import ExecutorDeadError, LostSequencesError, OutOfSlotsError
 
 BUDGETS = (1, 15, 16, 17, 64, None)
 
@@ -440,6 +440,48 @@ def test_the_others_are_computed_when_some_have_no_slots(build: ModuleType, name
     results = executor.submit(batch, []).result().sequences
     assert {seq_id for seq_id, result in results.items() if result.out_of_slots} == {7, 8} & set(named)
     assert set(results) == {7, 8}
+
+
+def test_the_others_are_computed_when_some_have_lost_their_kv(build: ModuleType) -> None:
+    executor = build.LogitsExecutor(build.make_capabilities())
+    forward = executor.forward
+
+    def forgetful(batch: ScheduledBatch) -> torch.Tensor:
+        if batch.cache_ops:
+            raise LostSequencesError([7, 99])
+        return forward(batch)
+
+    executor.forward = forgetful
+    sequences = [ScheduledSequence(seq_id, [1], 0, [seq_id - 7], 0) for seq_id in (7, 8)]
+    result = executor.submit(ScheduledBatch(1, sequences, [TrimSequence(7, 1)]), []).result()
+    assert (set(result.sequences), result.lost) == ({7, 8}, {7, 99})
+    executor.forward = lambda batch: forgetful(ScheduledBatch(1, [], [TrimSequence(7, 1)]))
+    with pytest.raises(LostSequencesError):
+        executor.submit(ScheduledBatch(2, sequences), [])
+
+
+def test_the_sampler_forgets_whoever_is_gone(build: ModuleType) -> None:
+    executor = build.LogitsExecutor(build.make_capabilities())
+    engine = build.make_engine(executor)
+    for name in ("first", "second"):
+        engine.add_request(name, [1, 2], build.make_params(max_tokens=3, frequency_penalty=1.0, logprobs=None))
+    build.run_to_end(engine)
+    assert set(executor.sampler._counts) == {1, 2}
+    sequences = [ScheduledSequence(9, [1], 2, [0], 0)]
+    executor.submit(ScheduledBatch(99, sequences, [MoveSequence(1, 9, 2), FreeSequence(2)]), [])
+    assert executor.sampler._counts == {}
+
+
+def test_an_executor_that_cannot_go_on_ends_the_engine_at_once(build: ModuleType) -> None:
+    engine = build.make_engine()
+
+    def submit(*_: object) -> None:
+        raise ExecutorDeadError("the device is gone")
+
+    engine.executor.submit = submit
+    engine.add_request("r", [1], build.make_params())
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        engine.step()
 
 
 def test_an_executor_that_refuses_nobody_in_particular_fails_and_is_not_asked_for_ever(build: ModuleType) -> None:

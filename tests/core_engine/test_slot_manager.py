@@ -341,6 +341,37 @@ def test_an_executor_without_room_makes_the_scheduler_preempt(build: ModuleType)
     assert engine.scheduler.num_preemptions > 0
 
 
+def test_what_is_only_kept_gives_way_to_a_sequence_without_room(build: ModuleType) -> None:
+    engine = make_engine(build, 200)
+    engine.executor.num_cells = 50  # it has less than it said
+    params = build.make_params(max_tokens=6)
+    for first in (1, 2, 3):
+        prompt = build.make_prompt(30, first=first)
+        (answer,) = build.run_together(engine, [prompt], params)
+        assert answer == build.run_solo(prompt, params, 200).token_ids
+
+
+def test_a_sequence_whose_end_cannot_be_cut_off_is_computed_again(build: ModuleType) -> None:
+    engine = make_engine(build, 200, propose=build.guess_drafts)
+    engine.executor.loses_ends = True
+    prompt, params = build.make_prompt(20), build.make_params(max_tokens=30)
+    assert build.run_together(engine, [prompt], params) == [build.run_solo(prompt, params, 200).token_ids]
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_nobody_begins_with_a_kept_sequence_that_the_executor_has_lost(build: ModuleType) -> None:
+    engine = make_engine(build, 200)
+    prompt, params = build.make_prompt(20), build.make_params(max_tokens=6)
+    build.run_together(engine, [prompt], params)
+    engine.scheduler.blocks._cache_ops.append(TrimSequence(1, 24))
+    engine.executor.loses_ends = True
+    for last in (1, 2, 3):
+        engine.add_request(f"n{last}", [*prompt, last], params)
+    results = build.run_to_end(engine)
+    for last in (1, 2, 3):
+        assert results[f"n{last}", 0].token_ids == build.run_solo([*prompt, last], params, 200).token_ids
+
+
 def test_a_failed_step_leaves_nothing_that_others_would_copy(build: ModuleType) -> None:
     engine = make_engine(build, 200)
     prompt, params = build.make_prompt(30), build.make_params(max_tokens=6)
@@ -364,7 +395,9 @@ def test_random_crowds(build: ModuleType, data: st.DataObject) -> None:
         seats=data.draw(st.sampled_from([9, 12])),
         max_num_batched_tokens=data.draw(st.sampled_from([3, 16, 64])),
         scheduling_policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+        propose=data.draw(st.sampled_from([None, build.guess_drafts])),
     )
+    engine.executor.loses_ends = data.draw(st.booleans())
     expected, results = {}, {}
     for number in range(data.draw(st.integers(1, 12))):
         prompt = build.make_prompt(data.draw(st.integers(1, 24))) + [7] * data.draw(st.integers(0, 3))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from suimon.core_engine.batch import (
+    CopyBlock,
     CopySequence,
     FreeSequence,
     MoveSequence,
@@ -23,7 +24,7 @@ from suimon.core_engine.batch import (
 )
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
-from suimon.core_engine.executor import OutOfSlotsError
+from suimon.core_engine.executor import ExecutorDeadError, LostSequencesError
 from suimon.core_engine.llm import LLM, Completion
 from suimon.core_engine.sampling_params import SamplingParams as EngineSampling
 from suimon.gateway.config import ModelSettings, Settings
@@ -262,12 +263,28 @@ def test_a_beginning_is_copied_or_handed_over(executor: LlamaCppExecutor) -> Non
 def test_a_memory_without_parts_is_computed_again(executor: LlamaCppExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     executor.forward(ScheduledBatch(1, [sequence(41, [504, 3575, 282])]))
     monkeypatch.setattr(executor._context, "trim", lambda *_: False)
-    with pytest.raises(OutOfSlotsError) as refused:
-        executor.forward(ScheduledBatch(2, [sequence(41, [5], 2), sequence(42, [7])], [TrimSequence(41, 2)]))
-    assert refused.value.seq_ids == {41}
+    operations = [TrimSequence(41, 2), CopySequence(41, 43, 1)]
+    with pytest.raises(LostSequencesError) as refused:
+        executor.forward(ScheduledBatch(2, [sequence(41, [5], 2), sequence(42, [7])], operations))
+    assert refused.value.seq_ids == {41, 43}
     executor.forward(ScheduledBatch(2, [sequence(42, [7])]))
     executor.forward(ScheduledBatch(3, [sequence(41, [504, 3575, 282])], [FreeSequence(42)]))  # from position 0
     forget(executor, 41)
+
+
+def test_an_operation_for_another_kind_of_memory_is_refused_by_name(executor: LlamaCppExecutor) -> None:
+    with pytest.raises(ValueError, match="CopyBlock"):
+        executor.forward(ScheduledBatch(1, [sequence(44, [504])], [CopyBlock(0, 1)]))
+
+
+@pytest.mark.parametrize(("code", "kind"), [(-1, RuntimeError), (-2, ExecutorDeadError), (-3, ExecutorDeadError)])
+def test_a_context_that_is_not_to_be_used_any_more_ends_the_executor(
+    executor: LlamaCppExecutor, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(executor._context, "decode", lambda *_: code)
+    with pytest.raises(kind, match=f"code {code}"):
+        executor.forward(ScheduledBatch(1, [sequence(45, [504])]))
+    forget(executor, 45)
 
 
 def test_an_interrupted_computation_is_an_error_and_the_next_one_works(executor: LlamaCppExecutor) -> None:
