@@ -28,6 +28,7 @@ from suimon.gateway.plugin_manager import PluginManager
 from suimon.gateway.reload import Reloader
 from suimon.gateway.router import Router
 from suimon.gateway.routes import ROUTES
+from suimon.gateway.served import log_failed_start
 from suimon.gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ class Gateway:
 
 
 def _log_failure(loading: asyncio.Task[None]) -> None:
-    if not loading.cancelled() and loading.exception() is not None:
-        log.error("model %s did not load: %s", loading.get_name(), loading.exception())
+    error = None if loading.cancelled() else loading.exception()
+    if error is not None:
+        log_failed_start(loading.get_name(), error)
 
 
 Receive = Callable[[], Awaitable[Any]]

@@ -88,7 +88,7 @@ class Router:
             if len(found) != 1:
                 raise ConfigError(_miscounted(chosen, found))
             replicas += found
-        doors = [self._door(backend) for backend in replicas]
+        doors = [self._door(backend, model.scheduling_policy) for backend in replicas]
         return ServedModel(replicas[0].model_id, doors, model, backend=chosen.backend, reason=reason)
 
     def _registered(self, settings: Settings, model: ModelSettings | None) -> list[Backend]:
@@ -97,8 +97,8 @@ class Router:
         self._plugins.hook.register_backends(register=found.append, settings=shown)
         return found
 
-    def _door(self, backend: Backend) -> Served:
-        return Served(backend, self._max_queued)
+    def _door(self, backend: Backend, policy: str = "fcfs") -> Served:
+        return Served(backend, self._max_queued, policy)
 
     def replace(self, models: Iterable[ServedModel]) -> None:
         """Serve these from now on. Raises ConfigError as ``check``, changing nothing."""
@@ -112,7 +112,7 @@ class Router:
 
     def model(self, name: str | None) -> ServedModel:
         """The model of exactly that name or alias. Raises ModelNotFound naming what is served."""
-        found = self.models.get(self._aliases.get(name or "", name or ""))
+        found = self._named(name or "")
         if found is not None:
             return found
         known = ", ".join(repr(each) for each in self.models) or "none"
@@ -121,7 +121,7 @@ class Router:
 
     def chain(self, name: str) -> list[str]:
         """The names to try for a request, once for each replica: the one it gives, then that model's fallbacks."""
-        model = self.models.get(self._aliases.get(name, name))
+        model = self._named(name)
         if model is None:
             return [name]
         return [each for each in (name, *model.fallback) for _ in self.model(each).replicas]
@@ -132,8 +132,7 @@ class Router:
 
     async def route(self, request: GenerateRequest | EmbedRequest, tried: Container[Served] = ()) -> Served:
         """The backend for a request, none of those ``tried``, and checked to honour it. Raises BackendErrors."""
-        named = self.models.get(self._aliases.get(request.model, request.model))
-        usable = [] if named is None else await named.usable(tried)
+        named, usable = await self._usable(request.model, tried)
         replicas = [Replica(number=number, backend=served.backend, load=served.load()) for number, served in usable]
         chosen: Backend | None = self._plugins.hook.route_request(
             request=request,
@@ -146,6 +145,17 @@ class Router:
             raise BackendUnavailable(f"The model {request.model!r} is unavailable.", retry_after=LOADING_RETRY_AFTER)
         served.check(request)
         return served
+
+    async def _usable(self, name: str, tried: Container[Served]) -> tuple[ServedModel | None, list[tuple[int, Served]]]:
+        """The model of that name and its replicas that can be asked: as served now, though health takes a moment."""
+        while (named := self._named(name)) is not None:
+            usable = await named.usable(tried)
+            if named is self._named(name):
+                return named, usable
+        return None, []
+
+    def _named(self, name: str) -> ServedModel | None:
+        return self.models.get(self._aliases.get(name, name))
 
     def _of(self, backend: Backend) -> Served:
         for served in self.served.values():

@@ -18,6 +18,7 @@ from suimon.gateway.admission import Admission
 from suimon.gateway.choosing import AUTO
 from suimon.gateway.hookspecs import (
     Backend,
+    BackendError,
     BackendUnavailable,
     Capabilities,
     EmbedRequest,
@@ -27,6 +28,7 @@ from suimon.gateway.hookspecs import (
     Load,
     SamplingParams,
 )
+from suimon.gateway.plugin_manager import PluginError, describe
 
 if TYPE_CHECKING:
     from suimon.gateway.config import ModelSettings
@@ -43,21 +45,26 @@ _DEFAULT_SAMPLING = SamplingParams()
 class Served:
     """One backend, the door in front of it, and how far it is in its life."""
 
-    def __init__(self, backend: Backend, max_queued: int) -> None:
+    def __init__(self, backend: Backend, max_queued: int, policy: str = "fcfs") -> None:
+        check_capabilities(backend)
         self.backend = backend
-        self.admission = Admission(backend.capabilities, max_queued=max_queued)
+        self.admission = Admission(backend.capabilities, max_queued=max_queued, policy=policy)
         self.started = False
         self.failure: BaseException | None = None
         self.active = 0  # requests between their routing and their end
         self._avoided_until = 0.0  # time.monotonic()
+        self._is_silent = False  # it could not tell its health when it was last asked
 
     async def start(self) -> None:
-        """Load. Raises what the backend raised."""
+        """Load. Raises what the backend raised, RuntimeError in place of a SystemExit."""
         try:
             await self.backend.start()
         except Exception as error:
             self.failure = error
             raise
+        except SystemExit as error:
+            self.failure = RuntimeError(f"it gave up with exit status {error.code}")
+            raise self.failure from error
         self.started = True
 
     @contextmanager
@@ -77,21 +84,35 @@ class Served:
         try:
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self.backend.stop()
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("the backend of model %r did not stop cleanly", self.backend.model_id)
 
     async def health(self) -> Health:
-        """The backend's word on itself, once it has started; silence and errors count as failed."""
+        """The backend's word on itself, once it has started; silence and errors count as failed.
+
+        Whoever is silent is left alone for a while, as who was unavailable.
+        """
         if self.failure is not None:
             return Health(state="failed", detail="the backend did not start")
         if not self.started:
             return Health(state="loading")
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT):
-                return await self.backend.health()
-        except Exception:
-            log.exception("the backend of model %r cannot tell its health", self.backend.model_id)
+                health = await self.backend.health()
+        except (Exception, SystemExit):
+            self._avoided_until = time.monotonic() + AVOIDANCE
+            self._note_silence(True)
             return Health(state="failed", detail="the backend cannot tell its health")
+        self._note_silence(False)
+        return health
+
+    def _note_silence(self, is_silent: bool) -> None:
+        """One line where it changes: probes come every second."""
+        if is_silent and not self._is_silent:
+            log.error("the backend of model %r cannot tell its health", self.backend.model_id, exc_info=True)
+        elif self._is_silent and not is_silent:
+            log.warning("the backend of model %r tells its health again", self.backend.model_id)
+        self._is_silent = is_silent
 
     async def is_ready(self) -> bool:
         """Whether it says so, and was not found unavailable a moment ago."""
@@ -121,6 +142,33 @@ class Served:
             raise InvalidRequest(
                 f"{field}: the backend of model {request.model!r} does not support {what}", param=field
             )
+
+
+def check_capabilities(backend: Backend) -> None:
+    """Raise PluginError for capabilities that would let no request in, or that name no field."""
+    can, kind = backend.capabilities, type(backend)
+    mistake = ""
+    if can.max_concurrency < 1 and not can.own_queue:
+        mistake = f"max_concurrency must be at least 1, not {can.max_concurrency}"
+    unknown = sorted(can.unsupported - set(SamplingParams.__struct_fields__))
+    if unknown:
+        mistake = f"unsupported names what is no field of SamplingParams: {', '.join(unknown)}"
+    if mistake:
+        raise PluginError(
+            f"the backend of model {backend.model_id!r} ({kind.__module__}.{kind.__qualname__}) states capabilities "
+            f"that cannot be: {mistake}"
+        )
+
+
+def log_failed_start(name: str, error: BaseException) -> None:
+    """One line, and where it came from, if the backend raised it by accident."""
+    accident = None if isinstance(error, BackendError) else error
+    log.error("model %s did not load: %s", name, reason_of(error), exc_info=accident)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a start failed: the backend's own words, or what an accident is called."""
+    return str(error) if isinstance(error, BackendError) else describe(error)
 
 
 def _unsupported(backend: Backend, request: GenerateRequest | EmbedRequest) -> Iterator[tuple[str, str]]:
@@ -180,6 +228,10 @@ class ServedModel:
         """The same replicas under other aliases, fallbacks and routing."""
         return ServedModel(self.name, self.replicas, settings, backend=self.backend, reason=self.reason)
 
+    def with_replicas(self, replicas: Sequence[Served]) -> ServedModel:
+        """The same model, other replicas."""
+        return ServedModel(self.name, replicas, self.settings, backend=self.backend, reason=self.reason)
+
     @property
     def was_chosen(self) -> bool:
         """Whether the choice of the backend was left to the plugins, so that operators want to know it."""
@@ -192,7 +244,7 @@ class ServedModel:
 
     async def state(self) -> str:
         """Ready when one replica is; otherwise what the first says."""
-        states = [(await replica.health()).state for replica in self.replicas]
+        states = [health.state for health in await asyncio.gather(*(replica.health() for replica in self.replicas))]
         return "ready" if "ready" in states else states[0]
 
     async def usable(self, tried: Container[Served]) -> list[tuple[int, Served]]:
@@ -203,5 +255,6 @@ class ServedModel:
         numbered = [each for each in enumerate(self.replicas, start=1) if each[1] not in tried]
         if len(numbered) < 2:
             return numbered
-        ready = [each for each in numbered if await each[1].is_ready()]
+        are_ready = await asyncio.gather(*(served.is_ready() for _, served in numbered))
+        ready = [each for each, is_ready in zip(numbered, are_ready, strict=True) if is_ready]
         return ready or [each for each in numbered if each[1].started] or numbered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from litestar import Request, Response
@@ -45,7 +46,7 @@ async def health(request: Request[Any, Any, Any]) -> Response[bytes]:
 async def _state(request: Request[Any, Any, Any]) -> str:
     """``ready``, ``degraded`` when some models are not but others are, or what keeps the server from serving."""
     gateway = gateway_of(request)
-    states = {await model.state() for model in gateway.router.models.values()}
+    states = set(await asyncio.gather(*(model.state() for model in gateway.router.models.values())))
     if gateway.drain.draining:
         return "draining"
     troubles = sorted(states - {"ready"}, key=lambda state: _STATES.index(state) if state in _STATES else 0)

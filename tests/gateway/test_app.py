@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import sys
@@ -15,8 +16,8 @@ from litestar import Request, get
 from suimon.gateway.app import create_app, public_paths, route_table
 from suimon.gateway.auth import AUTH, CLASSES, PUBLIC
 from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings
-from suimon.gateway.hookspecs import Backend, BackendCrashed, Delta, Health, hookimpl
-from suimon.gateway.plugin_manager import load_plugins
+from suimon.gateway.hookspecs import Backend, BackendCrashed, Capabilities, Delta, GenerateRequest, Health, hookimpl
+from suimon.gateway.plugin_manager import PluginError, load_plugins
 
 
 def chat_later(server: Any, results: list[Any], **fields: Any) -> threading.Thread:
@@ -177,6 +178,42 @@ def test_replicas_are_backends_of_their_own_and_one_model(scripted: Any) -> None
     assert list(router.models) == ["a", "unasked"]
 
 
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", [5, 1]), ("priority", [1, 5])])
+def test_the_models_policy_orders_its_queue(scripted: Any, policy: str, order: list[int]) -> None:
+    async def entered() -> list[int]:
+        one_at_once = functools.partial(scripted, capabilities=Capabilities(max_concurrency=1))
+        model = ModelSettings(backend="scripted", model="a", scheduling_policy=policy)
+        door = configured(one_at_once, model).model("a").replicas[0].admission
+        inside: list[int] = []
+
+        async def visit(priority: int, arrival: float) -> None:
+            wanted = GenerateRequest(request_id="r", model="a", priority=priority, arrival=arrival)
+            async with door.admit(wanted):
+                inside.append(priority)
+
+        async with door.admit(GenerateRequest(request_id="r", model="a")):
+            waiting = [asyncio.create_task(visit(5, 1.0)), asyncio.create_task(visit(1, 2.0))]
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+        return inside
+
+    assert asyncio.run(entered()) == order
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "said"),
+    [
+        (Capabilities(max_concurrency=0), "max_concurrency must be at least 1, not 0"),
+        (Capabilities(unsupported=frozenset({"n", "topk"})), "unsupported names .*: topk"),
+    ],
+)
+def test_capabilities_that_cannot_be_are_told_with_their_backend(scripted: Any, capabilities: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=rf"model 'scripted' \(\S*ScriptedBackend\) .*{said}"):
+        create_app(Settings(), manager_with(backends=[scripted(capabilities=capabilities)]))
+    own_queue = Capabilities(own_queue=True, max_concurrency=0)  # which is nobody's to count
+    assert create_app(Settings(), manager_with(backends=[scripted(capabilities=own_queue)]))
+
+
 def test_an_alias_is_another_name_of_the_model(scripted: Any) -> None:
     router = configured(scripted, ModelSettings(backend="scripted", model="a", aliases=("b", "c/d")))
     assert router.model("c/d") is router.model("a")
@@ -236,6 +273,20 @@ def test_a_model_that_cannot_be_loaded_is_told_to_whoever_waits(serve: Any, scri
     status, body = server.chat()
     assert status == 503
     assert "/models" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by accident"), SystemExit(3)])
+def test_an_accident_at_the_start_is_logged_with_its_class_and_place(
+    serve: Any, scripted: Any, tools: Any, caplog: Any, error: Any
+) -> None:
+    broken, other = scripted(model_id="broken"), scripted()
+    broken.start_error = error
+    server = serve(broken, other, ready=False)
+    tools.wait_until(lambda: "model broken did not load" in caplog.text, "the line")
+    (line,) = [record for record in caplog.records if "model broken did not load" in record.message]
+    assert line.message.endswith(("ZeroDivisionError: by accident", "RuntimeError: it gave up with exit status 3"))
+    assert line.exc_info is not None
+    tools.wait_until(lambda: server.chat()[0] == 200, "the other's start")
 
 
 def test_loaded_returns_when_all_models_are(serve: Any, scripted: Any) -> None:
@@ -535,7 +586,7 @@ def test_a_handler_that_fails_explains_nothing(serve: Any, caplog: Any) -> None:
     assert "ZeroDivisionError: secret" in caplog.text
 
 
-def test_health_that_hangs_or_fails_is_not_ready(serve: Any, scripted: Any, monkeypatch: Any) -> None:
+def test_health_that_hangs_or_fails_is_not_ready(serve: Any, scripted: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("suimon.gateway.served.HEALTH_TIMEOUT", 0.05)
     backend = scripted()
     server = serve(backend)
@@ -551,3 +602,27 @@ def test_health_that_hangs_or_fails_is_not_ready(serve: Any, scripted: Any, monk
         backend.health = health
         status, _, raw = server.request("GET", "/health")
         assert (status, raw) == (503, b'{"status":"failed"}')
+    del backend.health
+    assert server.request("GET", "/health")[0] == 200
+    assert caplog.text.count("cannot tell its health") == 1  # and not once a probe
+    assert caplog.text.count("tells its health again") == 1
+
+
+def test_health_is_asked_of_all_at_once(serve: Any, scripted: Any) -> None:
+    """Two backends each of which waits for the other to be asked."""
+    backends = [scripted(model_id="a"), scripted(model_id="b")]
+    server = serve(*backends)
+    asked = set()
+
+    def waits(name: str) -> Any:
+        async def health() -> Health:
+            asked.add(name)
+            while len(asked) < 2:
+                await asyncio.sleep(0)
+            return Health()
+
+        return health
+
+    for backend in backends:
+        backend.health = waits(backend.model_id)
+    assert server.request("GET", "/health")[2] == b'{"status":"ready"}'

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from suimon.gateway import served
-from suimon.gateway.config import ModelSettings
+from suimon.gateway.config import ModelSettings, Settings
 from suimon.gateway.hookspecs import (
     BackendCrashed,
     BackendError,
@@ -250,6 +251,40 @@ def test_a_replica_found_unavailable_is_left_alone_for_a_while(
     status, body = server.chat(model="twin")
     assert (status, body["error"]["code"]) == (503, "backend_unavailable")
     assert len(twins[1].requests) == 5
+
+
+def test_a_replica_that_cannot_tell_its_health_is_left_alone_for_a_while(
+    serve_models: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "HEALTH_TIMEOUT", 0.05)
+    twins = [scripted(model_id="twin"), scripted(model_id="twin")]
+    server = serve_models([ModelSettings(backend="scripted", model="twin", replicas=2)], *twins)
+    asked = []
+
+    async def hangs() -> Health:
+        asked.append(True)
+        await asyncio.Event().wait()
+        return Health()
+
+    twins[0].health = hangs
+    assert [server.chat(model="twin")[0] for _ in range(3)] == [200] * 3
+    assert (len(asked), len(twins[1].requests)) == (1, 3)
+
+
+def test_a_reload_during_a_look_at_health_leads_to_the_new_replicas(serve_models: Any, scripted: Any) -> None:
+    twins = [scripted(model_id="twin") for _ in range(4)]
+    model = ModelSettings(backend="scripted", model="twin", replicas=2)
+    server = serve_models([model], *twins)
+    other = Settings(models=(msgspec.structs.replace(model, seed=1),))
+
+    async def reloads() -> Health:
+        del twins[0].health
+        await server.gateway.reload(lambda: other)
+        return Health()
+
+    twins[0].health = reloads
+    assert server.chat(model="twin")[0] == 200
+    assert [len(twin.requests) for twin in twins] == [0, 0, 1, 0]
 
 
 def test_an_alias_reaches_its_model(serve_models: Any, scripted: Any) -> None:

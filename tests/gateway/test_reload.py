@@ -147,8 +147,13 @@ def test_a_new_model_that_does_not_start_changes_nothing(
     factory.broken = {"c", "e"}
     server = reload(model("c"), model("d"), model("e"))
     assert names(server) == ["a", "b", "unasked"]
-    mistakes = [record.message.rpartition("reloaded: ")[2] for record in caplog.records if record.levelname == "ERROR"]
-    assert mistakes == ["model 'c' does not start: no such file", "model 'e' does not start: no such file"]
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    mistakes = [record.message.rpartition("reloaded: ")[2] for record in errors if "reloaded: " in record.message]
+    assert [record.exc_info is not None for record in errors] == [True, True, False, False]  # where it came from
+    assert mistakes == [
+        "model 'c' does not start: OSError: no such file",
+        "model 'e' does not start: OSError: no such file",
+    ]
     assert [factory.made[name][0].stopped for name in "cde"] == [1, 1, 1]
     factory.broken = set()
     assert names(reload(model("c"), model("d"))) == ["c", "d", "unasked"]
@@ -162,12 +167,77 @@ def test_a_model_that_has_failed_is_tried_again_and_stands_in_nobodys_way(
     factory.broken = {"a"}
     server = reload(model("a"), model("b"), model("c"))
     assert names(server) == ["a", "b", "c", "unasked"]
-    assert "model a did not load: no such file" in caplog.text
+    assert "model a did not load: OSError: no such file" in caplog.text
     assert [server.chat(model=name)[0] for name in "abc"] == [503, 200, 200]
     tools.wait_until(lambda: dead.stopped == 1, "the end of the dead one")
     factory.broken = set()
     assert reload(model("a"), model("b"), model("c")).chat(model="a")[0] == 200
     assert [len(factory.made[name]) for name in "abc"] == [3, 1, 1]
+
+
+def test_a_replica_that_has_failed_is_tried_again(reload: Any, factory: Factory, tools: Any) -> None:
+    twins = model("twin", replicas=2)
+    server = reload(twins)
+    first, second = factory.made["twin"]
+    second.state = Health(state="failed", detail="given up")
+    assert reload(twins) is server
+    tools.wait_until(lambda: second.stopped == 1, "the end of the dead one")
+    third = factory.made["twin"][2]
+    assert [each.backend for each in server.gateway.router.models["twin"].replicas] == [first, third]
+    assert (len(factory.made["twin"]), first.stopped, third.stopped) == (3, 0, 0)
+    third.state = Health(state="failed")
+    factory.broken = {"twin"}
+    assert names(reload(twins, model("c"))) == ["twin", "c", "unasked"]
+    assert server.chat(model="twin")[0] == 200
+
+
+def test_plugins_are_asked_outside_the_event_loop(reload: Any, factory: Factory) -> None:
+    threads: list[Any] = []
+    make = factory.make
+    factory.make = lambda **how: threads.append(threading.current_thread()) or make(**how)  # type: ignore[func-returns-value]
+    server = reload(model("c"))
+
+    async def own() -> threading.Thread:
+        return threading.current_thread()
+
+    assert threads and asyncio.run_coroutine_threadsafe(own(), server.loop).result(10) not in threads
+
+
+def test_a_stop_that_has_begun_is_not_broken_off(reload: Any, factory: Factory, tools: Any) -> None:
+    """Neither that of a model that leaves nor that after a failed start, though the server stops meanwhile."""
+    server = reload.server
+    stopping, stopped = [], []
+    go_on = threading.Event()
+
+    def slow_to_stop(backend: Any) -> None:
+        async def stop() -> None:
+            stopping.append(backend.model_id)
+            while not go_on.is_set():
+                await asyncio.sleep(0.01)
+            stopped.append(backend.model_id)
+
+        backend.stop = stop
+
+    slow_to_stop(factory.made["a"][0])
+    reload(model("b"))
+    make = factory.make
+
+    def make_slow(**how: Any) -> Any:
+        backend = make(**how)
+        slow_to_stop(backend)
+        return backend
+
+    factory.make, factory.broken = make_slow, {"c"}
+    wanted = Settings(models=(model("b"), model("c")))
+    asyncio.run_coroutine_threadsafe(server.gateway.reload(lambda: wanted), server.loop)
+    tools.wait_until(lambda: sorted(stopping) == ["a", "c"], "both stops")
+    ending = asyncio.run_coroutine_threadsafe(server.gateway.reloader.stop(), server.loop)
+    for _ in range(3):  # turns of the loop in which a cancellation would arrive
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.loop).result(10)
+    assert not ending.done() and stopped == []
+    go_on.set()
+    ending.result(10)
+    assert sorted(stopped) == ["a", "c"]
 
 
 def test_settings_that_need_a_restart_are_named(reload: Any, caplog: pytest.LogCaptureFixture) -> None:
