@@ -8,13 +8,13 @@ its own (the native engine) is passed through uncounted. Only used from the even
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from suimon.core_engine.drain_rate import DrainRate
 from suimon.core_engine.request_queue import Policy, RequestQueue
-from suimon.gateway.hookspecs import Capabilities, DeadlineExceeded, EmbedRequest, GenerateRequest, Overloaded
+from suimon.gateway.deadlines import until
+from suimon.gateway.hookspecs import Capabilities, EmbedRequest, GenerateRequest, Overloaded
 
 
 class _Ticket:
@@ -78,15 +78,12 @@ class Admission:
     async def _wait(self, ticket: _Ticket, deadline: float | None) -> None:
         self._queue.push(ticket)
         try:
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                await ticket.admitted
-        except BaseException as error:
+            await until(deadline, ticket.admitted, "while the request was waiting")
+        except BaseException:
             if ticket.is_admitted:
                 self._leave()  # it was let in, but is no longer there to enter
             else:
                 self._queue.remove(ticket)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded("The deadline passed while the request was waiting.") from None
             raise
 
     def _leave(self) -> None:

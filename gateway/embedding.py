@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from suimon.gateway.announcing import Announcer, explaining
+from suimon.gateway.deadlines import until
 from suimon.gateway.generation import ContractBroken
-from suimon.gateway.hookspecs import Backend, DeadlineExceeded, Embeddings, EmbedRequest
+from suimon.gateway.hookspecs import Embeddings, EmbedRequest
 
 if TYPE_CHECKING:
     from suimon.gateway.plugin_manager import PluginManager
@@ -40,22 +40,11 @@ class Embedder:
             async with served.admission.admit(request):
                 observation.admitted()
                 with explaining(backend, request), self._announcer.announced(request) as outcome:
-                    answer = await _until(request.deadline, backend, request)
+                    answer = await until(request.deadline, backend.embed(request))
                     await _check(answer, request)
                     outcome.usage = answer.usage
             observation.answered(answer)
             return answer
-
-
-async def _until(deadline: float | None, backend: Backend, request: EmbedRequest) -> Embeddings:
-    limit = asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    try:
-        async with limit:
-            return await backend.embed(request)
-    except TimeoutError:
-        if not limit.expired():
-            raise  # the backend's own
-        raise DeadlineExceeded("The deadline passed before the embeddings were complete.") from None
 
 
 async def _check(answer: Embeddings, request: EmbedRequest) -> None:

@@ -7,13 +7,13 @@ it, down to the backend's own generator. Knows GenerateRequests and Deltas; refu
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from suimon.gateway.announcing import Announcer, explaining
-from suimon.gateway.hookspecs import FINISH_REASONS, Backend, DeadlineExceeded, Delta, GenerateRequest
+from suimon.gateway.deadlines import until
+from suimon.gateway.hookspecs import FINISH_REASONS, Backend, Delta, GenerateRequest
 from suimon.gateway.limits import MAX_CONCURRENT_PROMPTS
 
 if TYPE_CHECKING:
@@ -93,16 +93,10 @@ def _check_delta(delta: Delta, unfinished: set[int], n: int) -> None:
 
 async def _until(deadline: float, deltas: AsyncIterator[Delta]) -> Deltas:
     while True:
-        limit = asyncio.timeout(max(0.0, deadline - time.monotonic()))
         try:
-            async with limit:
-                delta = await anext(deltas)
+            delta = await until(deadline, anext(deltas))
         except StopAsyncIteration:
             return
-        except TimeoutError:
-            if not limit.expired():
-                raise  # the backend's own
-            raise DeadlineExceeded("The deadline passed before the answer was complete.") from None
         yield delta
 
 

@@ -70,7 +70,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Every default means "off"; ranges were checked by the gateway.
 
-    ``max_tokens`` None: up to the context. ``temperature`` 0: greedy. ``top_k`` 0 or -1: no limit. ``logprobs``: how
+    ``max_tokens`` None: up to the context. ``temperature`` 0: greedy. ``top_k`` 0: no limit. ``logprobs``: how
     many alternatives to report beside each chosen token (0: the chosen one only; None: none). ``min_tokens`` counts
     generated tokens. ``seed`` makes a choice's tokens independent of its batch.
     """

@@ -119,12 +119,13 @@ class Router:
         said = f"The model {name[:200]!r} does not exist" if name else "No model was named"
         raise ModelNotFound(f"{said}; served here: {known}.", param="model")
 
-    def chain(self, name: str) -> list[str]:
+    def chain(self, name: str, *, fallback: bool = True) -> list[str]:
         """The names to try for a request, once for each replica: the one it gives, then that model's fallbacks."""
         model = self._named(name)
         if model is None:
             return [name]
-        return [each for each in (name, *model.fallback) for _ in self.model(each).replicas]
+        names = (name, *model.fallback) if fallback else (name,)
+        return [each for each in names for _ in self.model(each).replicas]
 
     def find(self, model: str | None) -> Served:
         """The first replica of the model of that name. Raises ModelNotFound."""

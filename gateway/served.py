@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from suimon.gateway.admission import Admission
+from suimon.gateway.announcing import explaining
 from suimon.gateway.choosing import AUTO
+from suimon.gateway.deadlines import until
 from suimon.gateway.hookspecs import (
     Backend,
     BackendError,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from suimon.gateway.config import ModelSettings
 
 log = logging.getLogger("suimon.gateway")
+T = TypeVar("T")
 
 HEALTH_TIMEOUT = 1.0  # seconds; a backend is to answer from memory
 LOADING_RETRY_AFTER = 5.0  # seconds
@@ -78,6 +81,16 @@ class Served:
             raise
         finally:
             self.active -= 1
+
+    async def answer(self, request: GenerateRequest, work: Callable[[Backend], Awaitable[T]]) -> T:
+        """What ``work`` asks of the backend for a request that is no generation, one request among the others.
+
+        Raises BackendErrors only, as ``Generator.generate``.
+        """
+        with self.occupied():
+            async with self.admission.admit(request):
+                with explaining(self.backend, request):
+                    return await until(request.deadline, work(self.backend))
 
     async def stop(self) -> None:
         """Release everything; never raises."""

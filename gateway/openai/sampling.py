@@ -52,7 +52,7 @@ def sampling_params(body: GenerationBody, *, max_tokens: int | None, logprobs: i
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
-        top_k=body.top_k,
+        top_k=max(0, body.top_k),  # -1 is another word for no limit
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,

@@ -20,7 +20,7 @@ from suimon.gateway import fallback
 from suimon.gateway.auth import cache_salt
 from suimon.gateway.fallback import Detour
 from suimon.gateway.generation import merge
-from suimon.gateway.hookspecs import Delta, GenerateRequest, InvalidRequest, Usage
+from suimon.gateway.hookspecs import Delta, EmbedRequest, GenerateRequest, InvalidRequest, Usage
 from suimon.gateway.openai.bodies import GenerationBody
 from suimon.gateway.openai.errors import ClientGone, UnsupportedMediaType
 from suimon.gateway.openai.fields import decode_body
@@ -37,6 +37,7 @@ FALLBACK_HEADER = "x-suimon-fallback"
 
 HttpRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
+Stamped = TypeVar("Stamped", GenerateRequest, EmbedRequest)
 
 
 def gateway_of(request: HttpRequest) -> Gateway:
@@ -96,15 +97,15 @@ def _generate(
     gateway: Gateway, http: HttpRequest, request: GenerateRequest, stream: bool, took: Callable[[Detour], None]
 ) -> AsyncGenerator[Delta, None]:
     """Route one request; nothing runs until the generator is asked for its first item."""
-    tenant = http.scope["state"].get("tenant", "")
-    request = msgspec.structs.replace(
-        request,
-        tenant=tenant,
-        cache_salt=cache_salt(tenant, request.cache_salt),
-        arrival=time.monotonic(),
-        deadline=deadline_of(http),
-    )
+    request = of_client(http, request)
+    request = msgspec.structs.replace(request, cache_salt=cache_salt(request.tenant, request.cache_salt))
     return fallback.generate(gateway.router, gateway.generator, request, stream=stream, took=took)
+
+
+def of_client(http: HttpRequest, request: Stamped) -> Stamped:
+    """The request with who asks, when, and until when. Raises as ``deadline_of``."""
+    tenant = http.scope["state"].get("tenant", "")
+    return msgspec.structs.replace(request, tenant=tenant, arrival=time.monotonic(), deadline=deadline_of(http))
 
 
 def deadline_of(http: HttpRequest) -> float | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-import msgspec
 from litestar import Request, Response, post
 
+from suimon.gateway import fallback
 from suimon.gateway.auth import AUTH, KEY
 from suimon.gateway.embedding import BREATH
-from suimon.gateway.hookspecs import Embeddings, EmbedRequest
+from suimon.gateway.hookspecs import Embeddings
 from suimon.gateway.openai.bodies import EmbeddingsRequest
 from suimon.gateway.openai.requests import embed_request
 from suimon.gateway.openai.responses import embedding_entry, embeddings_body
-from suimon.gateway.routes.common import HttpRequest, deadline_of, gateway_of, json_response, new_id, read_body
+from suimon.gateway.routes.common import gateway_of, json_response, new_id, of_client, read_body
 from suimon.gateway.streaming import unless_gone
 
 
@@ -23,18 +22,12 @@ from suimon.gateway.streaming import unless_gone
 async def embeddings(request: Request[Any, Any, Any]) -> Response[bytes]:
     """The vectors of one input or several."""
     body = await read_body(request, EmbeddingsRequest)
-    wanted = _of_client(request, embed_request(body, new_id(request, "embd-")))
+    wanted = of_client(request, embed_request(body, new_id(request, "embd-")))
     gateway = gateway_of(request)
-    work = gateway.embedder.embed(await gateway.router.route(wanted), wanted)
+    work = fallback.ask(gateway.router, wanted, lambda served: gateway.embedder.embed(served, wanted))
     answer = await unless_gone(work, request.receive, gateway.drain)
     entries = await _entries(answer, body.encoding_format)
     return json_response(embeddings_body(entries, wanted.model, answer.usage))
-
-
-def _of_client(http: HttpRequest, request: EmbedRequest) -> EmbedRequest:
-    """The request with who asks, and when."""
-    tenant = http.scope["state"].get("tenant", "")
-    return msgspec.structs.replace(request, tenant=tenant, arrival=time.monotonic(), deadline=deadline_of(http))
 
 
 async def _entries(answer: Embeddings, encoding_format: str) -> list[bytes]:

@@ -237,6 +237,40 @@ def test_what_a_backend_cannot_do_is_refused_by_name(
     assert server.backend.requests == []
 
 
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_no_limit_is_asked_of_a_backend_without_top_k_in_either_word(serve: Any, scripted: Any, top_k: int) -> None:
+    server = serve(scripted(capabilities=Capabilities(unsupported=frozenset({"top_k"}))))
+    assert server.chat(top_k=top_k)[0] == 200
+    assert server.backend.requests[-1].sampling.top_k == 0
+    assert server.chat(top_k=1)[0] == 400
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})])
+def test_tokens_come_through_the_backends_door(
+    serve: Any, scripted: Any, tools: Any, caplog: Any, path: str, fields: dict[str, Any]
+) -> None:
+    backend = scripted(capabilities=Capabilities(tokenize=True, max_concurrency=1))
+    server = serve(backend)
+    door = server.gateway.router.served["scripted"]
+    inside = []
+
+    async def waits(*request: Any, **options: Any) -> Any:
+        inside.append((door.active, door.admission.running))
+        await asyncio.Event().wait()
+
+    async def fails(*request: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    method, body = path.removeprefix("/"), {"model": "scripted"} | fields
+    setattr(backend, method, waits)
+    status, answer = server.post(path, body, {"x-request-timeout-ms": "50"})
+    assert (status, answer["error"]["code"], inside) == (504, "deadline_exceeded", [(1, 1)])
+    assert (door.active, door.admission.running) == (0, 0)
+    setattr(backend, method, fails)
+    assert server.post(path, body)[0] == 500
+    assert "ScriptedBackend failed on request" in caplog.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code"),

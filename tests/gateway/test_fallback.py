@@ -20,7 +20,9 @@ from suimon.gateway.hookspecs import (
     BackendCrashed,
     BackendError,
     BackendUnavailable,
+    Capabilities,
     Delta,
+    Embeddings,
     GenerateRequest,
     Health,
     InvalidRequest,
@@ -28,6 +30,7 @@ from suimon.gateway.hookspecs import (
     Message,
     Overloaded,
     Replica,
+    Usage,
     hookimpl,
 )
 from suimon.plugins import routing
@@ -236,6 +239,49 @@ def test_what_one_replica_cannot_answer_another_does(
     response = server.request("POST", "/v1/chat/completions", tools.chat_body(model="twin"))
     assert answer(response) == (200, None, "from two")
     assert (len(twins[0].requests), len(twins[1].requests)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields"),
+    [
+        ("embed", "/v1/embeddings", {"input": "x"}),
+        ("tokenize", "/tokenize", {"prompt": "x"}),
+        ("detokenize", "/detokenize", {"tokens": [65]}),
+    ],
+)
+def test_vectors_and_tokens_come_from_the_models_other_replica_but_from_no_other_model(
+    serve_models: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, method: str, path: str, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(served, "AVOIDANCE", -1.0)
+    can = Capabilities(embeddings=True, tokenize=True)
+    twins = [scripted(model_id="twin", capabilities=can), scripted(model_id="twin", capabilities=can)]
+    other = scripted(model_id="other", capabilities=can)
+    results = {
+        "embed": Embeddings(vectors=([1.0],), usage=Usage(prompt_tokens=1)),
+        "tokenize": [1],
+        "detokenize": "A",
+    }
+
+    def answering(backend: Any, error: Exception | None) -> None:
+        async def answers(*request: Any, **options: Any) -> Any:
+            asked.append(backend)
+            if error is not None:
+                raise error
+            return results[method]
+
+        setattr(backend, method, answers)
+
+    asked: list[Any] = []
+    twin = ModelSettings(backend="scripted", model="twin", replicas=2, fallback=("other",))
+    server = serve_models([twin, ModelSettings(backend="scripted", model="other")], *twins, other)
+    answering(twins[0], Overloaded("full"))
+    answering(twins[1], None)
+    answering(other, None)
+    assert server.post(path, {"model": "twin"} | fields)[0] == 200
+    assert asked == twins
+    answering(twins[1], BackendUnavailable("gone"))
+    assert server.post(path, {"model": "twin"} | fields)[0] == 429  # what kept the first one
+    assert asked == twins * 2
 
 
 def test_a_replica_found_unavailable_is_left_alone_for_a_while(

@@ -80,7 +80,7 @@ def test_an_answer_and_a_limit(server, chat) -> None:
 
 
 def test_defaults_of_the_server_are_overruled(server) -> None:
-    answer(server, request(top_k=-1))
+    answer(server, request())
     assert server.asked[-1][1]["options"] == {
         "temperature": 1.0,
         "top_k": 0,

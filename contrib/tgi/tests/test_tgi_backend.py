@@ -98,7 +98,7 @@ def test_what_a_completion_is_asked_with(server) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": -1}, {"temperature": 0.0, "top_p": 0.5}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 0}, {"temperature": 0.0, "top_p": 0.5}])
 def test_what_means_off_is_never_sent_as_a_value_that_the_server_refuses(server, chat, sampling) -> None:
     assert told(answer(server, request(chat=chat, **sampling)))[0] == "one two three"
     body = server.asked[-1][1]

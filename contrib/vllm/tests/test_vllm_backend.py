@@ -32,7 +32,7 @@ class TestVLLM(BackendContract):
 
     def test_what_vllm_is_asked(self, loopback: LoopbackServer, backend: Any) -> None:
         """Ids, our defaults instead of vLLM's, DELTA outputs, the trace; nothing that it does not know."""
-        sampling = SamplingParams(temperature=0.5, top_k=-1, stop_token_ids=(5,), logit_bias={7: 1.0}, seed=3)
+        sampling = SamplingParams(temperature=0.5, top_k=4, stop_token_ids=(5,), logit_bias={7: 1.0}, seed=3)
         request = GenerateRequest(
             request_id="asked", model="v", prompt=(1, 2), sampling=sampling, cache_salt="s", trace_context={"a": "b"}
         )
@@ -40,7 +40,7 @@ class TestVLLM(BackendContract):
         prompt, params, how = backend._engine.asked[-1]
         assert prompt == {"prompt_token_ids": [1, 2], "cache_salt": "s"}
         assert how == {"priority": 0, "trace_headers": {"a": "b"}}
-        assert (params.temperature, params.top_k, params.stop_token_ids, params.seed) == (0.5, 0, [5], 3)
+        assert (params.temperature, params.top_k, params.stop_token_ids, params.seed) == (0.5, 4, [5], 3)
         assert (params.logit_bias, params.max_tokens, params.output_kind.name) == ({7: 1.0}, 254, "DELTA")
         assert answer.usage is not None and answer.usage.prompt_tokens == 2
 

@@ -45,7 +45,7 @@ def options_of(sampling: SamplingParams, num_ctx: int | None) -> dict[str, Any]:
     has_penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     wanted = {
         "temperature": sampling.temperature,
-        "top_k": max(0, sampling.top_k),
+        "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,

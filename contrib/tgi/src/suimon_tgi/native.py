@@ -33,7 +33,7 @@ def check(request: GenerateRequest) -> None:
     is_chat = request.messages is not None
     for name in (*REFUSED, *(_REFUSED_IN_CHATS if is_chat else ())):
         value = getattr(request.sampling, name)
-        if value != getattr(_DEFAULT, name) and not (name == "top_k" and value == -1):
+        if value != getattr(_DEFAULT, name):
             where = "takes it in completions only" if name in _REFUSED_IN_CHATS else "does not take it"
             raise InvalidRequest(f"{name}: Text Generation Inference {where}", param=name)
     if is_chat and not (request.add_generation_prompt and not request.continue_final_message):
@@ -69,7 +69,7 @@ def _filters(sampling: SamplingParams) -> dict[str, Any]:
     """What only sampling looks at. TGI refuses a temperature of 0, and filters that let everything through."""
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k if sampling.top_k > 0 else None,
+        "top_k": sampling.top_k or None,
         "top_p": sampling.top_p if sampling.top_p < 1 else None,
     }
 

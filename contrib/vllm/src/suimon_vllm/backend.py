@@ -44,7 +44,17 @@ log = logging.getLogger("suimon.vllm")
 INSTALL_HINT = 'pip install "suimon-vllm[vllm]"'
 # Fields of SamplingParams that vLLM has under the same name.
 SAME = (
-    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *(
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+    ),
     *("frequency_penalty", "seed", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "logprobs"),
 )
 
@@ -156,7 +166,6 @@ class VLLMBackend(Backend):
             prompt["cache_salt"] = request.cache_salt
         wanted = vllm.SamplingParams(
             **{name: getattr(params, name) for name in SAME},
-            top_k=max(0, params.top_k),
             stop=list(params.stop),
             stop_token_ids=list(params.stop_token_ids),
             logit_bias=dict(params.logit_bias) or None,
