@@ -66,6 +66,33 @@ class TestVLLM(BackendContract):
     def test_a_value_error_is_the_requests_fault(self, loopback: LoopbackServer, backend: Backend) -> None:
         self.refused(loopback, self.request(backend, temperature=1.0, top_p=0.123), InvalidRequest)
 
+    @pytest.mark.parametrize("told", [None, [{}]])
+    def test_missing_logprobs_are_not_the_requests_fault(
+        self, loopback: LoopbackServer, backend: Any, monkeypatch: Any, told: Any
+    ) -> None:
+        output = backend._engine._output
+
+        def without(*what: Any) -> Any:
+            found = output(*what)
+            found.logprobs = told
+            return found
+
+        monkeypatch.setattr(backend._engine, "_output", without)
+        self.refused(loopback, self.request(backend, logprobs=2), BackendCrashed)
+
+    def test_a_stop_while_the_prompt_is_read(self, loopback: LoopbackServer, make_backend: Callable[[], Any]) -> None:
+        other = make_backend()
+
+        async def stopped() -> None:
+            await other.start()
+            reading = asyncio.ensure_future(anext(other.generate(self.request(other))))
+            await asyncio.sleep(0)
+            await other.stop()
+            await reading
+
+        with pytest.raises(BackendUnavailable):
+            loopback.call(stopped())
+
     def test_an_aborted_request_is_an_error(self, loopback: LoopbackServer, backend: Any) -> None:
         backend._engine.ending = "abort"
         self.refused(loopback, self.request(backend), BackendCrashed)
@@ -91,6 +118,17 @@ def test_a_dead_engine(vllm: Any, checkpoint: Path) -> None:
     assert vllm.lives[-1].is_shut_down
 
 
+def test_an_engine_that_cannot_be_used_is_not_left_behind(vllm: Any, checkpoint: Path, monkeypatch: Any) -> None:
+    def broken(*what: Any) -> Any:
+        raise ZeroDivisionError("no vocabulary")
+
+    monkeypatch.setattr("suimon_vllm.backend.PromptBuilder", broken)
+    backend = VLLMBackend(ModelSettings(model=str(checkpoint), backend="vllm"))
+    with pytest.raises(BackendUnavailable, match="no vocabulary"):
+        asyncio.run(backend.start())
+    assert vllm.lives[-1].is_shut_down
+
+
 def test_without_vllm_the_model_says_how_to_install_it(checkpoint: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     backend = VLLMBackend(ModelSettings(model=str(checkpoint), backend="vllm"))
@@ -99,7 +137,8 @@ def test_without_vllm_the_model_says_how_to_install_it(checkpoint: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "options", [{"tensor_paralel_size": 2}, {"tensor_parallel_size": "2"}, {"trust_remote_code": 1}]
+    "options",
+    [{"tensor_paralel_size": 2}, {"tensor_parallel_size": "2"}, {"trust_remote_code": 1}, {"max_concurrency": 0}],
 )
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"model 'v'.*tensor_parallel_size"):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from importlib import import_module
+from operator import contains
 from typing import TYPE_CHECKING, Any
 
 from suimon.core_engine.daemon_thread import in_daemon_thread
@@ -98,14 +99,17 @@ class VLLMBackend(Backend):
         vllm, async_llm = self._import("vllm"), self._import("vllm.v1.engine.async_llm")
         folder = str(resolve_model(self._settings.model))
         tokenizer, renderer = load_text_side(folder, self._settings.chat_template)
+        engine = None
         try:
             arguments = vllm.AsyncEngineArgs(**engine_arguments(self._settings, self.options, folder))
             engine = async_llm.AsyncLLM.from_engine_args(arguments)
+            config = engine.model_config
+            prompts = PromptBuilder(tokenizer, renderer, config.get_vocab_size(), config.max_model_len)
         except Exception as error:  # of its arguments, CUDA, the checkpoint: no common class
             renderer.close()
+            if engine is not None:
+                engine.shutdown()
             raise BackendUnavailable(f"vLLM cannot load the model {self.model_id!r}: {error}") from error
-        config = engine.model_config
-        prompts = PromptBuilder(tokenizer, renderer, config.get_vocab_size(), config.max_model_len)
         if self._is_stopped:  # nobody waited for it
             engine.shutdown()
             prompts.close()
@@ -143,23 +147,31 @@ class VLLMBackend(Backend):
         """Yield vLLM's output as it comes; leaving aborts the request there."""
         if request.adapter is not None:
             raise InvalidRequest("the vllm backend does not serve LoRA adapters", param="model")
-        prompts = self._ready()
+        engine, prompts = self._ready()
         with translated_errors():
             token_ids, params = await asyncio.to_thread(prompts.build, engine_request(request))
+        if self._engine is not engine:
+            raise BackendUnavailable(f"The model {self.model_id!r} was stopped.", retry_after=5.0)
         counted = _Counted(params, len(token_ids), prompts.tokenizer.token_bytes)
         self._running += 1
         try:
-            with _engine_errors():
-                async with aclosing(self._submit(request, token_ids, params)) as outputs:
-                    async for output in outputs:
-                        for delta in counted.deltas(output):
-                            yield delta
+            async with aclosing(self._outputs(engine, request, token_ids, params)) as outputs:
+                async for output in outputs:
+                    for delta in counted.deltas(output):
+                        yield delta
         finally:
             self._running -= 1
-            if counted.unfinished and self._engine is not None:
-                await self._engine.abort(request.request_id)
+            if counted.unfinished and self._engine is engine:
+                await engine.abort(request.request_id)
 
-    def _submit(self, request: GenerateRequest, token_ids: Sequence[int], params: SamplingParams) -> Any:
+    async def _outputs(self, engine: Any, request: GenerateRequest, *what: Any) -> AsyncGenerator[Any, None]:
+        """What vLLM tells. Its errors are told apart here, so that ours are none of the client's."""
+        with _engine_errors():
+            async with aclosing(self._submit(engine, request, *what)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    def _submit(self, engine: Any, request: GenerateRequest, token_ids: Sequence[int], params: SamplingParams) -> Any:
         vllm, sampling = import_module("vllm"), import_module("vllm.sampling_params")
         prompt = import_module("vllm.inputs").TokensPrompt(prompt_token_ids=list(token_ids))
         if request.cache_salt is not None:
@@ -173,22 +185,23 @@ class VLLMBackend(Backend):
         )
         how = {"trace_headers": request.trace_context} if request.trace_context else {}
         priority = request.priority if self._settings.scheduling_policy == "priority" else 0
-        return self._engine.generate(prompt, wanted, request.request_id, priority=priority, **how)
+        return engine.generate(prompt, wanted, request.request_id, priority=priority, **how)
 
-    def _ready(self) -> PromptBuilder:
+    def _ready(self) -> tuple[Any, PromptBuilder]:
         if self._engine is None or self._prompts is None:
             raise BackendUnavailable(f"The model {self.model_id!r} is not loaded.", retry_after=5.0)
         if self._engine.errored:
             raise BackendUnavailable(f"The model {self.model_id!r} has failed: the server must be restarted.")
-        return self._prompts
+        return self._engine, self._prompts
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         wanted = engine_request(request, add_special_tokens=add_special_tokens)
         with translated_errors():
-            return await asyncio.to_thread(self._ready().encode, wanted)
+            _, prompts = self._ready()
+            return await asyncio.to_thread(prompts.encode, wanted)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        prompts = self._ready()
+        _, prompts = self._ready()
         with translated_errors():
             return await asyncio.to_thread(lambda: prompts.decode(token_ids, skip_special_tokens=False))
 
@@ -230,7 +243,10 @@ class _Counted:
 
     def _logprobs(self, choice: Any, most: int) -> Iterator[TokenLogprobs]:
         """vLLM gives a dict per token: the chosen one and the likeliest, which may hold it too."""
-        for token_id, entries in zip(choice.token_ids, choice.logprobs or (), strict=True):
+        told = choice.logprobs or ()
+        if len(told) != len(choice.token_ids) or not all(map(contains, told, choice.token_ids)):
+            raise BackendCrashed("vLLM left out the log-probabilities that were asked for")
+        for token_id, entries in zip(choice.token_ids, told, strict=True):
             named = {key: self._named(key, entry.logprob) for key, entry in entries.items()}
             best = sorted(named.values(), key=lambda one: one.logprob, reverse=True)[:most]
             yield TokenLogprobs(named[token_id], tuple(best))

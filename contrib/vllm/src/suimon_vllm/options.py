@@ -5,25 +5,28 @@ Knows names and types; refuses to import vLLM. A repository's own code is never 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from suimon.gateway.hookspecs import InvalidRequest
 
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings
 
+Count = Annotated[int, Meta(ge=1)]
+
 
 class VLLMOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a model, named as vLLM names them."""
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
-    max_concurrency: int = 256  # requests that vLLM is given at once; the rest wait in the gateway
+    max_concurrency: Count = 256  # requests that vLLM is given at once; the rest wait in the gateway
 
 
 def read_options(model: ModelSettings, name: str) -> VLLMOptions:
