@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -67,6 +68,7 @@ log = logging.getLogger("suimon.plugins.tensorrt_llm")
 PACKAGE = "tensorrt_llm"
 INSTALL_HINT = 'pip install "suimon[tensorrt-llm]"'
 RETRY_AFTER = 5.0  # seconds
+SHUTTING_DOWN = "LLM is shutting down"  # what it says to requests once it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class TensorRTBackend(Backend):
         self._loaded: _Loaded | None = None
         self._health = Health(state="loading")
         self._is_stopped = False
+        self._handover = threading.Lock()  # between the thread that loads and whoever stops meanwhile
         self._random = random.Random(model.seed)
         self._num_running = 0
         self._choices: set[Choice] = set()  # those that the library may be working on
@@ -125,15 +128,29 @@ class TensorRTBackend(Backend):
     async def start(self) -> None:
         """Load the model. Raises BackendUnavailable with what is wrong with it, or how to install what is missing."""
         with translated_errors():
-            loaded = await in_daemon_thread(self._load)
-        self._loaded = loaded
+            loaded = await in_daemon_thread(self._load_unless_stopped)
+        if self._is_stopped:
+            raise self._stopped_error()
         self._set_capabilities(loaded.checkpoint.max_model_len)
         self._health = Health()
 
+    def _load_unless_stopped(self) -> _Loaded:
+        """``_load``, and see to it that what is loaded is released: by ``stop``, or here if that has gone before."""
+        loaded = self._load()
+        with self._handover:
+            if not self._is_stopped:
+                self._loaded = loaded
+                return loaded
+        loaded.close()
+        raise self._stopped_error()
+
+    def _stopped_error(self) -> BackendUnavailable:
+        return BackendUnavailable(f"the model {self.model_id!r} was stopped while it was being loaded")
+
     def _load(self) -> _Loaded:
         """Everything that blocks."""
-        package = _import_package(self.model_id)
-        llmapi = import_module(f"{PACKAGE}.llmapi")
+        package, llmapi = _import_package(self.model_id)
+        accepts, request_error = _interface(package, llmapi)
         checkpoint = read_checkpoint(resolve_model(self._settings.model), self._settings.max_model_len)
         check_quantization(self.options, checkpoint, llmapi)
         arguments = llm_arguments(self._settings, self.options, checkpoint, llmapi)
@@ -144,25 +161,23 @@ class TensorRTBackend(Backend):
         except Exception as error:  # of its arguments, CUDA, MPI, the checkpoint: no common class
             prompts.close()
             raise BackendUnavailable(f"TensorRT-LLM cannot load the model: {_said(error)}") from error
-        loaded = _Loaded(
+        return _Loaded(
             llm=llm,
             package=package,
-            request_error=llmapi.RequestError,
-            accepts=frozenset(inspect.signature(llm.generate_async).parameters),
+            request_error=request_error,
+            accepts=accepts,
             checkpoint=checkpoint,
             prompts=prompts,
         )
-        if self._is_stopped:  # nobody waited for it
-            loaded.close()
-        return loaded
 
     async def stop(self) -> None:
         """Abort what runs and release the GPU."""
-        self._is_stopped = True
+        with self._handover:
+            self._is_stopped = True
+            loaded, self._loaded = self._loaded, None
         self._health = Health(state="draining")
         for choice in self._choices:
             choice.abort()
-        loaded, self._loaded = self._loaded, None
         if loaded is not None:
             await in_daemon_thread(loaded.close)
 
@@ -188,7 +203,11 @@ class TensorRTBackend(Backend):
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Yield the answer as it comes. Each of ``n`` choices is a request of its own: see docs/tensorrt-llm.md."""
+        """Yield the answer as it comes. Each of ``n`` choices is a request of its own: see docs/tensorrt-llm.md.
+
+        Raises InvalidRequest and ContextTooLong for what cannot be asked; BackendUnavailable while it loads, stops or
+        has failed; BackendCrashed if the library ended meanwhile; BackendError if it failed on this request.
+        """
         loaded = self._ready()
         if request.adapter is not None:
             raise InvalidRequest("the tensorrt_llm backend does not serve LoRA adapters", param="model")
@@ -234,7 +253,7 @@ class TensorRTBackend(Backend):
         end_ids = loaded.end_ids
         for index in range(params.n):
             arguments = sampling_arguments(params, seed + index, end_ids, loaded.checkpoint.vocab_size)
-            with self._submission_errors(loaded, request):
+            with self._submission_errors(request):
                 result = loaded.llm.generate_async(
                     list(prompt), loaded.package.SamplingParams(**arguments), streaming=True, **how
                 )
@@ -261,11 +280,13 @@ class TensorRTBackend(Backend):
         return self._loaded
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
-        wanted = engine_request(request, add_special_tokens=add_special_tokens)
+        """The prompt's token ids. Raises InvalidRequest, BackendUnavailable while no model is loaded."""
         with translated_errors():
+            wanted = engine_request(request, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(self._ready().prompts.encode, wanted)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Their text. Raises InvalidRequest for an id that is no token's, BackendUnavailable."""
         prompts = self._ready().prompts
         with translated_errors():
             return await asyncio.to_thread(lambda: prompts.decode(token_ids, skip_special_tokens=False))
@@ -273,15 +294,19 @@ class TensorRTBackend(Backend):
     # --- Errors -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _submission_errors(self, loaded: _Loaded, request: GenerateRequest) -> Iterator[None]:
-        """What the library refuses at once: ValueError is the request's fault, RuntimeError says that it is ending."""
+    def _submission_errors(self, request: GenerateRequest) -> Iterator[None]:
+        """What the library refuses at once: ValueError is the request's fault. Anything else fails the request alone,
+        unless it says that the library has ended.
+        """
         try:
             yield
         except ValueError as error:
             param = "prompt" if request.messages is None else "messages"
             is_length = "max_num_tokens" in str(error) or "max_seq_len" in str(error)
             raise (ContextTooLong(_said(error), param=param) if is_length else InvalidRequest(_said(error))) from error
-        except RuntimeError as error:
+        except Exception as error:  # RequestError, TypeError, and what its torch code raises: no common class
+            if SHUTTING_DOWN not in str(error):
+                raise BackendError(f"TensorRT-LLM failed on the request: {_said(error)}") from error
             self._fail(error)
             message = f"TensorRT-LLM takes no requests: {_said(error)}"
             raise BackendUnavailable(message, retry_after=RETRY_AFTER) from error
@@ -308,15 +333,24 @@ def _said(error: Exception) -> str:
     return clean(str(error) or type(error).__name__)
 
 
-def _import_package(model_id: str) -> ModuleType:
+def _import_package(model_id: str) -> tuple[ModuleType, ModuleType]:
+    """The package and its ``llmapi``."""
     try:
-        return import_module(PACKAGE)
+        return import_module(PACKAGE), import_module(f"{PACKAGE}.llmapi")
     except (ImportError, OSError, RuntimeError) as error:  # missing, or it misses a CUDA library
         raise BackendUnavailable(
             f"model {model_id!r} needs TensorRT-LLM, which cannot be imported ({_said(error)}): it runs on NVIDIA "
             "GPUs, and pip must be told of NVIDIA's own package index, which alone has it (docs/tensorrt-llm.md)",
             install_hint=INSTALL_HINT,
         ) from error
+
+
+def _interface(package: ModuleType, llmapi: ModuleType) -> tuple[frozenset[str], type[Exception]]:
+    """The parameters of ``generate_async`` and RequestError, looked up before anything is loaded."""
+    try:
+        return frozenset(inspect.signature(package.LLM.generate_async).parameters), llmapi.RequestError
+    except AttributeError as error:
+        raise BackendUnavailable(f"the installed TensorRT-LLM is not one of 1.x: {_said(error)}") from error
 
 
 @hookimpl

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from suimon.core_engine.detokenizer import IncrementalDetokenizer
+from suimon.core_engine.public_text import clean
 from suimon.core_engine.sampling_params import SamplingParams
 from suimon.core_engine.tokenizer import Tokenizer
 from suimon.gateway.hookspecs import (
@@ -123,7 +124,11 @@ class Choice:
         return int(getattr(self._result, "cached_tokens", 0) or 0)
 
     async def deltas(self) -> Deltas:
-        """New output as it comes; the last has the finish reason."""
+        """New output as it comes; the last has the finish reason.
+
+        Raises what ``failed`` makes of the library's errors, BackendError for answers that cannot be read or have no
+        end, DeadlineExceeded and BackendUnavailable for endings that are none.
+        """
         while await self._step():
             delta = self._read()
             yield delta
@@ -179,13 +184,13 @@ class Choice:
         reason = output.finish_reason
         if reason is None and self._result.finished:
             said = getattr(self._result, "error", None)
-            raise BackendError(f"TensorRT-LLM failed on the request: {said or 'it does not say why'}")
+            raise BackendError(f"TensorRT-LLM failed on the request: {clean(str(said or 'it does not say why'))}")
         if reason == "timeout":
             raise DeadlineExceeded("TensorRT-LLM's own time limit for the request passed.")
         if reason == "cancelled":
             raise BackendUnavailable("TensorRT-LLM cancelled the request: it may be shutting down.")
         if reason not in (None, "stop", "length"):
-            raise BackendError(f"TensorRT-LLM ended the answer with {reason!r}, which is not known here")
+            raise BackendError(f"TensorRT-LLM ended the answer with {clean(repr(reason))}, which is not known here")
         return None if reason is None else str(reason)
 
     def _read_logprobs(self, output: Any, count: int) -> Sequence[Any]:

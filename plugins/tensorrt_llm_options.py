@@ -92,7 +92,7 @@ def _check(model: ModelSettings, options: TensorRTOptions) -> None:
         known = ", ".join(("auto", *QUANT_ALGOS))
         raise wrong(model, "options.quantization", f"is {options.quantization!r}; known are {known}")
     method = options.speculative.get("method")
-    if options.speculative and method not in DECODING_CONFIGS:
+    if options.speculative and not (isinstance(method, str) and method in DECODING_CONFIGS):
         known = ", ".join(DECODING_CONFIGS)
         raise wrong(model, "options.speculative", f"has method {method!r}; known are {known}")
 
@@ -149,7 +149,8 @@ def _stated_quantization(model_opt: Mapping[str, Any], config: Mapping[str, Any]
         if section.get("quant_method") == "fp8" and section.get("weight_block_size"):
             return "FP8_BLOCK_SCALES"
         if section.get("quant_method"):
-            return _HF_METHODS.get(section["quant_method"], str(section["quant_method"]))
+            method = str(section["quant_method"])
+            return _HF_METHODS.get(method, method)
     return None
 
 
@@ -230,4 +231,5 @@ def _made(llmapi: ModuleType, kind: str, fields: Mapping[str, Any]) -> Any:
     try:
         return found(**fields)
     except ValueError as error:  # pydantic's ValidationError is one
-        raise BackendUnavailable(f"{kind}({json.dumps(dict(fields))}): {error}") from error
+        given = json.dumps(dict(fields), default=str)  # TOML has dates, too
+        raise BackendUnavailable(f"{kind}({given}): {error}") from error

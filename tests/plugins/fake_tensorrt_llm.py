@@ -255,6 +255,7 @@ def _llm_class(contract: dict[str, Any], messages: dict[str, Any], version: str,
             self.asked: list[dict[str, Any]] = []
             self.num_aborts = 0
             self.faults: list[Any] = []  # of the next requests: what comes instead of their third response
+            self.refusals: list[Exception] = []  # what the next requests get instead of a result
             self.entries = "dict"  # how log-probabilities come: dict | float | missing
             self.known_prompts: set[tuple[int, ...]] = set()
             self._tasks: set[asyncio.Task[None]] = set()
@@ -286,6 +287,8 @@ def _llm_class(contract: dict[str, Any], messages: dict[str, Any], version: str,
         def generate_async(self, *positional: Any, **given: Any) -> RequestOutput:
             if self.is_shut_down:
                 raise RuntimeError(text["shutting_down"])
+            if self.refusals:
+                raise self.refusals.pop(0)
             named = dict(zip(generate.rows, positional, strict=False)) | given
             unknown = lambda name: TypeError(f"generate_async() got an unexpected keyword argument {name!r}")  # noqa: E731
             call = generate.bind(named, unknown)

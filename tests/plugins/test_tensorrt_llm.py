@@ -9,12 +9,14 @@ import asyncio
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import openai
@@ -24,6 +26,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from suimon.core_engine import tracing
+from suimon.core_engine.prompts import load_text_side
+from suimon.core_engine.sampling_params import SamplingParams as EngineSampling
 from suimon.gateway import hookspecs
 from suimon.gateway.config import ModelSettings, Settings
 from suimon.gateway.hookspecs import Delta, GenerateRequest, Message, SamplingParams, Usage
@@ -31,7 +35,7 @@ from suimon.gateway.testing import BackendContract
 from suimon.plugins import tensorrt_llm as plugin
 from suimon.plugins import tensorrt_llm_options
 from suimon.plugins.tensorrt_llm import TensorRTBackend
-from suimon.plugins.tensorrt_llm_answer import relative_priority
+from suimon.plugins.tensorrt_llm_answer import Choice, relative_priority
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -384,6 +388,55 @@ def test_an_engine_that_dies_fails_its_requests_and_is_not_ready(start: Callable
     assert (refused.value.status_code, refused.value.code) == (503, "backend_unavailable")
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        NotImplementedError("no such sampler"),
+        RecursionError("maximum recursion depth exceeded"),
+        TypeError("generate_async() got an unexpected keyword argument 'priority'"),
+        RuntimeError("CUDA out of memory in /usr/lib/python3/torch/cuda.py"),
+        "RequestError",
+    ],
+)
+def test_what_one_request_is_refused_with_is_its_own_failure(
+    service: Service, package: ModuleType, refusal: Exception | str
+) -> None:
+    error = package.llmapi.RequestError("no room for it") if refusal == "RequestError" else refusal
+    service.llm.refusals = [error]
+    with pytest.raises(openai.InternalServerError, match=str(error).split()[0]) as caught:
+        service.chat()
+    assert "/usr/lib" not in str(caught.value)
+    assert service.running.request("GET", "/health/ready")[0] == 200
+    assert service.chat().choices[0].message.content
+
+
+class Ended:
+    """A result that has ended without a reason."""
+
+    outputs = (SimpleNamespace(token_ids=[], logprobs=[], finish_reason=None, stop_reason=None),)
+    finished = True
+    error = f"assert at 0x7f0011223344 in /usr/lib/secret/worker.py: {'x' * 5000}"
+
+    def __aiter__(self) -> Ended:
+        return self
+
+    async def __anext__(self) -> Ended:
+        return self
+
+
+def test_what_the_library_says_of_a_failure_tells_nothing_private(checkpoint: Path) -> None:
+    tokenizer, renderer = load_text_side(str(checkpoint), None)
+    renderer.close()
+    choice = Choice(0, Ended(), EngineSampling(), [1], tokenizer, (), hookspecs.BackendError)
+
+    async def read() -> list[Delta]:
+        return [delta async for delta in choice.deltas()]
+
+    with pytest.raises(hookspecs.BackendError, match=r"assert at 0x… in worker.py") as caught:
+        asyncio.run(read())
+    assert len(caught.value.message) < 1100
+
+
 def test_an_engine_found_shut_down_is_unavailable(start: Callable[..., Service]) -> None:
     service = start()
     service.llm.shutdown()
@@ -497,6 +550,51 @@ def test_stopping_aborts_what_runs_and_shuts_down(package: ModuleType, checkpoin
 
     run(checkpoint, stop_meanwhile)
     assert package.LLM.made[-1].is_shut_down
+
+
+@pytest.mark.parametrize("moment", ["while it loads", "when it is loaded"])
+def test_what_is_stopped_before_it_has_started_is_released(
+    package: ModuleType, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    load, in_daemon_thread = package.LLM._load, plugin.in_daemon_thread
+    backend, is_loading, may_load = TensorRTBackend(settings(checkpoint)), threading.Event(), threading.Event()
+
+    def load_slowly(llm: Any, folder: Path) -> None:
+        is_loading.set()
+        assert may_load.wait(30)
+        load(llm, folder)
+
+    async def stop_behind(function: Callable[[], Any]) -> Any:
+        monkeypatch.setattr(plugin, "in_daemon_thread", in_daemon_thread)
+        loaded = await in_daemon_thread(function)
+        await backend.stop()
+        return loaded
+
+    async def stop_before() -> None:
+        starting = asyncio.create_task(backend.start())
+        await asyncio.to_thread(is_loading.wait, 30)
+        await backend.stop()
+        may_load.set()
+        await starting
+
+    if moment == "while it loads":
+        monkeypatch.setattr(package.LLM, "_load", load_slowly)
+    else:
+        monkeypatch.setattr(plugin, "in_daemon_thread", stop_behind)
+    with pytest.raises(hookspecs.BackendUnavailable, match="stopped while it was being loaded"):
+        asyncio.run(stop_before() if moment == "while it loads" else backend.start())
+    assert package.LLM.made[-1].is_shut_down
+    assert not asyncio.run(backend.health()).ready and backend.describe() == ()
+
+
+def test_a_package_of_another_kind_is_told_before_anything_is_loaded(
+    package: ModuleType, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(package.llmapi, "RequestError")
+    num_made = len(package.LLM.made)
+    with pytest.raises(hookspecs.BackendUnavailable, match="RequestError"):
+        asyncio.run(TensorRTBackend(settings(checkpoint)).start())
+    assert len(package.LLM.made) == num_made
 
 
 def test_the_server_shuts_it_down(start: Callable[..., Service], gateway_tests: ModuleType) -> None:
@@ -626,6 +724,7 @@ def test_settings_and_options_in_its_terms(package: ModuleType, checkpoint: Path
         ({"options": {"quantization": "int3"}}, "options.quantization: is 'int3'; known are auto, fp8"),
         ({"options": {"speculative": {"method": "medusa"}}}, "has method 'medusa'; known are ngram"),
         ({"options": {"speculative": {"max_draft_len": 2}}}, "has method None; known are ngram"),
+        ({"options": {"speculative": {"method": ["ngram"]}}}, "has method ['ngram']; known are ngram"),
         ({"device": "cpu"}, "device: is cpu"),
         ({"model": ""}, "model: must be given"),
     ],
@@ -677,6 +776,24 @@ def test_a_quantization_that_is_asked_for_is_the_checkpoints(
     other = "awq"
     with pytest.raises(hookspecs.BackendUnavailable, match="W4A16_AWQ"):
         given(package, tmp_path, options={"quantization": other})
+
+
+def test_a_method_that_is_no_name_is_told_and_no_traceback(
+    package: ModuleType, trtllm: ModuleType, tmp_path: Path
+) -> None:
+    trtllm.write_checkpoint(tmp_path, quantization_config={"quant_method": ["fp8"]})
+    with pytest.raises(hookspecs.BackendUnavailable, match=r"holds \['fp8'\]"):
+        given(package, tmp_path, options={"quantization": "fp8"})
+
+
+def test_a_field_that_the_library_refuses_is_told_with_its_value(package: ModuleType, monkeypatch) -> None:
+    def refuse(**fields: Any) -> None:
+        raise ValueError("max_draft_len: must be a number")
+
+    refuse.model_fields = {"max_draft_len": None}  # type: ignore[attr-defined]
+    monkeypatch.setattr(package.llmapi, "NGramDecodingConfig", refuse)
+    with pytest.raises(hookspecs.BackendUnavailable, match=r"2026-01-02.*must be a number"):
+        tensorrt_llm_options._made(package.llmapi, "NGramDecodingConfig", {"max_draft_len": date(2026, 1, 2)})
 
 
 def test_later_versions_get_priorities_and_the_trace(
