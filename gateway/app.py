@@ -24,7 +24,7 @@ from suimon.gateway.drain import Drain
 from suimon.gateway.embedding import Embedder
 from suimon.gateway.generation import Generator
 from suimon.gateway.openai.errors import INTERNAL, WireError, wire_error
-from suimon.gateway.plugin_manager import PluginManager
+from suimon.gateway.plugin_manager import PluginError, PluginManager
 from suimon.gateway.reload import Reloader
 from suimon.gateway.router import Router
 from suimon.gateway.routes import ROUTES
@@ -212,10 +212,16 @@ def create_app(settings: Settings, plugins: PluginManager) -> Litestar:
 
 
 def _plugin_routes(plugins: PluginManager) -> list[BaseRouteHandler]:
-    """Routes of plugins that the operator named; they need a key unless they say otherwise."""
+    """Routes of plugins that the operator named; they need a key unless they say otherwise. Raises PluginError."""
     routes: list[BaseRouteHandler] = []
-    unnamed = [plugin for plugin in plugins.get_plugins() if plugin not in plugins.named]
-    plugins.subset_hook_caller("register_routes", unnamed)(register=routes.append)
-    for route in routes:
-        route.opt.setdefault(AUTH, KEY)
+    for hook in plugins.each_of("register_routes"):
+        if hook.owner not in plugins.named:
+            continue
+        found: list[Any] = []
+        hook.ask(register=found.append)
+        for route in found:
+            if not isinstance(route, BaseRouteHandler):
+                raise PluginError(f"plugin {hook.plugin!r} registered {route!r}, which is no route handler of Litestar")
+            route.opt.setdefault(AUTH, KEY)
+        routes += found
     return routes

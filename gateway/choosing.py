@@ -49,7 +49,7 @@ def choose(model: ModelSettings, plugins: PluginManager) -> tuple[ModelSettings,
     Where no plugin has anything to say, the model stays as it is: one may serve it without an offer. Raises ConfigError
     with every plugin's reason where all refuse.
     """
-    offers: Sequence[Offer] = plugins.hook.offer_model(model=model)
+    offers: Sequence[Offer] = plugins.ask("offer_model", model=model)
     if not offers:
         return model, "no plugin made an offer"
     best = max(offers, key=lambda offer: offer.rank)

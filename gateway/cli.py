@@ -90,16 +90,21 @@ def _add_plugin_commands(commands: Commands) -> None:
     from suimon.gateway.plugin_manager import PluginError, load_plugins
 
     try:
-        load_plugins().hook.register_commands(commands=commands)
+        asked = load_plugins().each_of("register_commands")
     except PluginError as error:
         print(f"suimon: warning: {error}", file=sys.stderr)
+        return
+    for each in asked:
+        try:
+            each.ask(commands=commands)
+        except PluginError as error:
+            print(f"suimon: warning: {error}", file=sys.stderr)
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from suimon.gateway.hookspecs import InvalidRequest
     from suimon.gateway.serve import serve
 
     environ = dict(os.environ)  # as it was given: serving adds to it
@@ -112,12 +117,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         check_backends(changed, plugins, path)
         return changed
 
-    try:
-        return serve(settings, read_again)
-    except (ConfigError, InvalidRequest) as error:
+    def explain(error: Exception, plugins: PluginManager) -> Exception:
         from suimon.gateway.config_check import explained
 
-        raise explained(error, settings, _plugins_of(settings), path) from None
+        return explained(error, settings, plugins, path)
+
+    return serve(settings, read_again, explain)
 
 
 def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
@@ -125,7 +130,7 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     from suimon.gateway.config_file import Mistakes
 
     mistakes = Mistakes()
-    settings = config_sources.read_settings(arguments, environ, mistakes)
+    settings = config_sources.read_settings(arguments, environ, mistakes, _authenticates)
     if mistakes:
         from suimon.gateway.config_check import note_refusals
         from suimon.gateway.plugin_manager import PluginError
@@ -136,6 +141,16 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Sett
             mistakes.add(str(error))
     mistakes.raise_any()
     return settings
+
+
+def _authenticates(settings: Settings) -> bool:
+    """Whether a plugin does; where one cannot be loaded, that is what is to be said, and not that a key is missing."""
+    from suimon.gateway.plugin_manager import PluginError
+
+    try:
+        return bool(_plugins_of(settings).hook.authenticate.get_hookimpls())
+    except PluginError:
+        return True
 
 
 def _plugins_of(settings: Settings) -> PluginManager:

@@ -161,7 +161,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ()
     api_key_file: Annotated[
-        str | None, _doc("File of further keys, one `KEY` or `NAME KEY` per line; `#` starts a comment.")
+        str | None,
+        _doc("File of further keys, one `KEY` or `NAME KEY` per line; `#` after a space or first begins a comment."),
     ] = None
     allow_unauthenticated: Annotated[bool, _doc("Listen on an address that others can reach without any key.")] = False
     allowed_origins: Annotated[
@@ -197,7 +198,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_format: Annotated[str, _doc("text (for people) or json (one object per line).", choices=LOG_FORMATS)] = "text"
     access_log: Annotated[bool, _doc("Log one line per request.")] = True
     plugins: Annotated[tuple[str, ...], _doc("Plugin modules to load beside the installed ones.")] = ()
-    plugins_dir: Annotated[str | None, _doc("Folder whose `*.py` files are loaded as plugins.")] = None
+    plugins_dir: Annotated[str | None, _doc("Folder whose `*.py` files, but tests, are loaded as plugins.")] = None
     trace_plugins: Annotated[bool, _doc("Log every call of a plugin's hook.")] = False
     models: Annotated[
         tuple[ModelSettings, ...], _doc("The served models: one `[[models]]` table each (file only).")
@@ -221,9 +222,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_exposed(settings: Settings) -> bool:
+    """Whether others can reach a server that asks for no key, and nobody has said that this is meant."""
+    return not (settings.api_keys or settings.allow_unauthenticated or is_loopback(settings.host))
+
+
 def check_exposure(settings: Settings) -> None:
     """Refuse to offer a model to everybody by accident. Raises ConfigError with the remedies."""
-    if settings.api_keys or settings.allow_unauthenticated or is_loopback(settings.host):
+    if not is_exposed(settings):
         return
     raise ConfigError(
         f"host {settings.host!r} can be reached from other machines and no API key is set: set SUIMON_API_KEY or "

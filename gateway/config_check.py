@@ -13,7 +13,7 @@ import msgspec
 from suimon.gateway.config import ConfigError
 from suimon.gateway.config_file import Mistakes, SettingsFile
 from suimon.gateway.hookspecs import BackendError
-from suimon.gateway.router import Router
+from suimon.gateway.router import NamesClash, Router
 
 if TYPE_CHECKING:
     from suimon.gateway.config import ModelSettings, Settings
@@ -41,7 +41,17 @@ def explained(error: Exception, settings: Settings, plugins: PluginManager, path
         mistakes.raise_any()
     except ConfigError as all_of_them:
         return all_of_them
-    return error
+    return _placed(error, settings, path)
+
+
+def _placed(error: Exception, settings: Settings, path: str | None) -> Exception:
+    """A clash between models shows only where all are put together; it has a place in the file all the same."""
+    if path is None or not isinstance(error, NamesClash):
+        return error
+    index = next((index for index, model in enumerate(settings.models) if model is error.model), None)
+    if index is None:  # between plugins, neither of which was asked
+        return error
+    return ConfigError(f"{SettingsFile(path, Mistakes()).place('models', index, *error.key)}: {error}")
 
 
 def note_refusals(settings: Settings, plugins: PluginManager, path: str | None, mistakes: Mistakes) -> None:

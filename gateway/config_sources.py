@@ -8,13 +8,14 @@ and what was expected.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings, check_exposure
+from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings, check_exposure, is_exposed
 from suimon.gateway.config_file import Mistakes, SettingsFile, check_names
 from suimon.gateway.config_options import GATEWAY, LISTS, MODEL, Option, from_text, shown, type_word
 
@@ -37,7 +38,7 @@ def read_key_file(path: str) -> tuple[ApiKey, ...]:
         raise ConfigError(f"api_key_file {path}: cannot be read: {type(error).__name__}") from None
     keys = []
     for number, line in enumerate(lines, start=1):
-        words = line.split("#")[0].split()
+        words = re.split(r"(?:^|\s)#", line)[0].split()  # a key may hold one
         if len(words) > 2:
             raise ConfigError(f"api_key_file {path}: line {number}: expected KEY or NAME KEY, got {len(words)} words")
         if words:
@@ -93,19 +94,18 @@ def from_flags(arguments: argparse.Namespace, known: Mapping[str, Option]) -> di
 # --- Putting them together -----------------------------------------------------------------------------------
 
 
-def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """The settings of this call: file, environment and flags, checked.
+def read_settings(
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str],
+    mistakes: Mistakes,
+    authenticates: Callable[[Settings], bool] = lambda settings: False,
+) -> Settings:
+    """The settings of this call: file, environment and flags. What is wrong is left out, and noted: all of the file's
+    mistakes, and the first of the flags and variables.
 
-    Raises ConfigError with one line for each mistake: all of the file's, and the first of the flags and variables.
+    ``authenticates``: whether a plugin proves who asks, so that no key is needed; asked only where one would be. Raises
+    ConfigError for a file that cannot be read at all.
     """
-    mistakes = Mistakes()
-    settings = read_settings(arguments, environ, mistakes)
-    mistakes.raise_any()
-    return settings
-
-
-def read_settings(arguments: argparse.Namespace, environ: Mapping[str, str], mistakes: Mistakes) -> Settings:
-    """The same with what is wrong left out, and noted. Raises ConfigError for a file that cannot be read at all."""
     path = config_path(arguments, environ)
     file = SettingsFile(path, mistakes) if path else None
     values, models = (dict(file.values), list(file.models)) if file else ({}, [{}])
@@ -121,7 +121,8 @@ def read_settings(arguments: argparse.Namespace, environ: Mapping[str, str], mis
         settings = _with_key_file(settings)
     if not mistakes.settings & {"flags", "host", "api_keys", "api_key_file", "name", "key", "sha256"}:
         with mistakes.noting():
-            check_exposure(settings)
+            if not (is_exposed(settings) and authenticates(settings)):
+                check_exposure(settings)
     return settings
 
 

@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -21,6 +23,8 @@ import msgspec
 import pluggy
 
 from suimon.gateway import hookspecs
+from suimon.gateway.config import ConfigError
+from suimon.gateway.hookspecs import BackendError
 from suimon.gateway.version import VERSION
 
 BUILT_IN = (
@@ -32,6 +36,7 @@ BUILT_IN = (
     "suimon.plugins.routing",
 )
 GROUP = "suimon"  # of entry points; the value is a module
+NO_PLUGINS = ("_*", "test_*.py", "*_test.py", "conftest.py", "setup.py")  # what may lie beside them in a folder
 ENVIRONMENT = "SUIMON_PLUGINS"  # comma-separated modules or entry-point names
 
 
@@ -49,11 +54,24 @@ class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginHook(msgspec.Struct, frozen=True):
-    """One plugin's own implementation of hook ``name``."""
+    """One plugin's own implementation of hook ``name``. ``plugin`` is the plugin's name."""
 
     name: str
     plugin: str
+    owner: Any
     call: Callable[..., Any]
+
+    def ask(self, **arguments: Any) -> list[Any]:
+        """What it answers. Raises PluginError for what it raises by accident, with the place."""
+        try:
+            return list(self.call(**arguments))
+        except (BackendError, ConfigError, PluginError):
+            raise
+        except (Exception, SystemExit) as error:
+            *_, place = traceback.extract_tb(error.__traceback__)
+            raise PluginError(
+                f"plugin {self.plugin!r} failed in {self.name}: {describe(error)} ({place.filename}:{place.lineno})"
+            ) from error
 
 
 class PluginManager(pluggy.PluginManager):
@@ -87,11 +105,18 @@ class PluginManager(pluggy.PluginManager):
             self.named.append(plugin)
 
     def load_folder(self, folder: Path) -> None:
-        """Load every ``*.py`` of ``folder`` that has no leading underscore, as named plugins. Raises PluginError."""
+        """Load every ``*.py`` of ``folder``, as named plugins, but those of NO_PLUGINS. Raises PluginError."""
         if str(folder) not in sys.path:
             sys.path.append(str(folder))  # last: what a plugin has beside it must not replace what others import
         importlib.invalidate_caches()
-        for file in sorted(folder.glob("[!_]*.py")):
+        for file in sorted(folder.glob("*.py")):
+            if any(fnmatch(file.name, pattern) for pattern in NO_PLUGINS):
+                continue
+            loaded = getattr(self.get_plugin(file.stem), "__file__", None)
+            if loaded is not None and not file.samefile(loaded):
+                raise PluginError(
+                    f"{file} has the name of the plugin that is loaded from {loaded}: rename it or uninstall that"
+                )
             self.load(file.stem, named=True, find=partial(_import_file, file))
 
     def infos(self) -> list[PluginInfo]:
@@ -115,10 +140,15 @@ class PluginManager(pluggy.PluginManager):
             PluginHook(
                 hook,
                 self.get_name(plugin) or repr(plugin),
+                plugin,
                 self.subset_hook_caller(hook, [other for other in plugins if other is not plugin]),
             )
             for plugin in plugins
         ]
+
+    def ask(self, hook: str, **arguments: Any) -> list[Any]:
+        """What the plugins answer to ``hook``. Raises as ``PluginHook.ask``."""
+        return [answer for each in self.each_of(hook) for answer in each.ask(**arguments)]
 
     def check(self) -> None:
         """Raise PluginError if a plugin implements a hook that does not exist, or with other arguments."""

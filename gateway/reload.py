@@ -84,7 +84,7 @@ class Reloader:
         self._dismiss(old.values(), {replica for model in served for replica in model.replicas})
 
     def _build(
-        self, settings: Settings, kept: Sequence[ServedModel], own: Container[str], failed: Container[Served]
+        self, settings: Settings, kept: Sequence[ServedModel], own: Iterable[str], failed: Container[Served]
     ) -> tuple[dict[str, ServedModel], list[ServedModel]]:
         """The models that are new, by name, and the kept ones, with new replicas in place of those that failed."""
         wanted = [each for each in settings.models if all(each != model.settings for model in kept)]
@@ -92,7 +92,7 @@ class Reloader:
         return new, [self._mended(settings, model, own, failed) for model in kept]
 
     def _mended(
-        self, settings: Settings, model: ServedModel, own: Container[str], failed: Container[Served]
+        self, settings: Settings, model: ServedModel, own: Iterable[str], failed: Container[Served]
     ) -> ServedModel:
         num_failed = sum(replica in failed for replica in model.replicas)
         if model.settings is None or num_failed == 0:

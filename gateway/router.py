@@ -6,7 +6,7 @@ decides; otherwise the model's name does, exactly as it is written.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,25 +66,25 @@ class Router:
         models = settings.models
         if own and models == (ModelSettings(),) and not self._is_served(settings, models[0], len(own)):
             models = ()  # nobody asked for the demo model, and it is not there: the plugins' own will do
-        configured = self.build(settings, models, {model.name for model in own})
+        configured = self.build(settings, models, [model.name for model in own])
         self.replace([*configured, *own])
 
     def _is_served(self, settings: Settings, model: ModelSettings, num_own: int) -> bool:
         chosen = choose(model, self._plugins)[0] if model.backend == AUTO else model
         return len(self._registered(settings, chosen)) > num_own
 
-    def build(self, settings: Settings, models: Iterable[ModelSettings], own: Container[str]) -> list[ServedModel]:
+    def build(self, settings: Settings, models: Iterable[ModelSettings], own: Iterable[str]) -> list[ServedModel]:
         """The served models of ``models``, not yet started. ``own`` are the names of what plugins serve unasked.
 
         Raises ConfigError for a model that no plugin or that two serve, and what a plugin raises.
         """
-        return [self._build(settings, model, own) for model in models]
+        return [self._build(settings, model, list(own)) for model in models]
 
-    def _build(self, settings: Settings, model: ModelSettings, own: Container[str]) -> ServedModel:
+    def _build(self, settings: Settings, model: ModelSettings, own: Sequence[str]) -> ServedModel:
         chosen, reason = choose(model, self._plugins) if model.backend == AUTO else (model, "as configured")
         replicas: list[Backend] = []
         for _ in range(model.replicas):
-            found = [each for each in self._registered(settings, chosen) if each.model_id not in own]
+            found = _besides(own, self._registered(settings, chosen))
             if len(found) != 1:
                 raise ConfigError(_miscounted(chosen, found))
             replicas += found
@@ -94,7 +94,7 @@ class Router:
     def _registered(self, settings: Settings, model: ModelSettings | None) -> list[Backend]:
         found: list[Backend] = []
         shown = msgspec.structs.replace(settings, models=() if model is None else (model,))
-        self._plugins.hook.register_backends(register=found.append, settings=shown)
+        self._plugins.ask("register_backends", register=found.append, settings=shown)
         return found
 
     def _door(self, backend: Backend, policy: str = "fcfs") -> Served:
@@ -165,25 +165,53 @@ class Router:
         raise RuntimeError(f"route_request answered a backend that is not registered: {backend!r}")
 
 
+class NamesClash(ConfigError):  # noqa: N818
+    """Names that cannot be: ``key`` of the settings ``model`` is where that was said, if an operator said it."""
+
+    def __init__(self, message: str, model: ModelSettings | None, key: tuple[str | int, ...]) -> None:
+        super().__init__(message)
+        self.model = model
+        self.key = key
+
+
+def _besides(own: Iterable[str], found: Iterable[Backend]) -> list[Backend]:
+    """Those that were registered for a model: without one for each name that plugins serve unasked."""
+    rest = list(found)
+    for name in own:
+        unasked = next((each for each in rest if each.model_id == name), None)
+        if unasked is not None:
+            rest.remove(unasked)
+    return rest
+
+
 def _index(models: Iterable[ServedModel]) -> tuple[dict[str, ServedModel], dict[str, str]]:
-    """The models by name, and the names that their aliases stand for."""
+    """The models by name, and the names that their aliases stand for. Raises NamesClash."""
     by_name: dict[str, ServedModel] = {}
     aliases: dict[str, str] = {}
+    said: dict[str, tuple[ModelSettings | None, tuple[str | int, ...]]] = {}  # where a name comes from
     for model in models:
-        for name in (model.name, *model.aliases):
-            if name in by_name or name in aliases:
-                raise ConfigError(f"two backends serve the model {name!r}: give one another served_model_name or alias")
+        for key, name in _names(model):
+            if name in said:
+                message = f"two backends serve the model {name!r}: give one another served_model_name or alias"
+                raise NamesClash(message, *(said[name] if model.settings is None else (model.settings, key)))
+            said[name] = (model.settings, key)
             aliases[name] = model.name
         del aliases[model.name]
         by_name[model.name] = model
     for model in by_name.values():
-        missing = [name for name in model.fallback if name not in by_name and name not in aliases]
-        if missing:
-            known = ", ".join(map(repr, by_name))
-            raise ConfigError(
-                f"model {model.name!r}: fallback {missing[0]!r} is not a served model; these are: {known}"
-            )
+        for number, name in enumerate(model.fallback):
+            if name not in by_name and name not in aliases:
+                known = ", ".join(map(repr, by_name))
+                message = f"model {model.name!r}: fallback {name!r} is not a served model; these are: {known}"
+                raise NamesClash(message, model.settings, ("fallback", number))
     return by_name, aliases
+
+
+def _names(model: ServedModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """(key of the model's settings, name) of each."""
+    yield ("served_model_name",), model.name
+    for number, alias in enumerate(model.aliases):
+        yield ("aliases", number), alias
 
 
 def _miscounted(model: ModelSettings, found: Sequence[Backend]) -> str:

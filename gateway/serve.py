@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from suimon.gateway import logs
-from suimon.gateway.config import Settings
+from suimon.gateway.config import ConfigError, Settings
+from suimon.gateway.hookspecs import InvalidRequest
 from suimon.gateway.plugin_manager import PluginManager, load_plugins
 from suimon.gateway.server import Server, base_url, listen
 
@@ -29,8 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("suimon.serve")
 
 
-def serve(settings: Settings, read: Callable[[PluginManager], Settings] | None = None) -> int:
+def serve(
+    settings: Settings,
+    read: Callable[[PluginManager], Settings] | None = None,
+    explain: Callable[[Exception, PluginManager], Exception] = lambda error, plugins: error,
+) -> int:
     """Serve until a signal; the exit status. ``read`` gives the settings anew, checked, for SIGHUP.
+
+    ``explain`` makes of what registering raised what is to be raised instead.
 
     Raises ConfigError, PluginError, or what kept every model from loading.
     """
@@ -41,7 +48,7 @@ def serve(settings: Settings, read: Callable[[PluginManager], Settings] | None =
         plugins = load_plugins(settings.plugins, folder=settings.plugins_dir)
         if settings.trace_plugins:
             _trace(plugins)
-        return asyncio.run(_serve(settings, plugins, listener, began, read))
+        return asyncio.run(_serve(settings, plugins, listener, began, read, explain))
 
 
 async def _serve(
@@ -50,10 +57,14 @@ async def _serve(
     listener: socket.socket,
     began: float,
     read: Callable[[PluginManager], Settings] | None,
+    explain: Callable[[Exception, PluginManager], Exception],
 ) -> int:
     from suimon.gateway.app import create_app
 
-    app = create_app(settings, plugins)
+    try:
+        app = create_app(settings, plugins)
+    except (ConfigError, InvalidRequest) as error:
+        raise explain(error, plugins) from None
     gateway: Gateway = app.state.gateway
     gateway.telemetry.install()
 

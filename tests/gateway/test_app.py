@@ -105,6 +105,32 @@ def test_routes_of_plugins_that_nobody_named_are_not_served(serve: Any) -> None:
     assert serve(plugins=[Routes(closed)]).request("GET", "/closed")[0] == 404
 
 
+class NoHandler:
+    pass
+
+
+def test_what_is_no_route_names_its_plugin(scripted: Any) -> None:
+    manager = manager_with(backends=[scripted()])
+    plugin = Routes(NoHandler)
+    manager.named.append(plugin)
+    manager.register(plugin, "with_a_class")
+    with pytest.raises(PluginError, match=r"plugin 'with_a_class' registered .*NoHandler.* no route handler"):
+        create_app(Settings(), manager)
+
+
+@pytest.mark.parametrize("error", [KeyError("options"), SystemExit(2)])
+def test_an_accident_in_a_hook_names_plugin_hook_and_place(error: Any) -> None:
+    class Stumbles:
+        @hookimpl
+        def register_backends(self, register: Any, settings: Any) -> None:
+            raise error
+
+    manager = load_plugins(built_in=())
+    manager.register(Stumbles(), "stumbles")
+    with pytest.raises(PluginError, match=rf"^plugin 'stumbles' failed in register_backends: {type(error).__name__}.*"):
+        create_app(Settings(), manager)
+
+
 def test_a_path_is_public_only_if_all_its_handlers_are(scripted: Any) -> None:
     from litestar import post
 
@@ -228,6 +254,11 @@ def test_a_name_that_is_taken_twice_is_a_mistake(aliases: tuple[str, ...], scrip
     ]
     with pytest.raises(ConfigError, match=f"two backends serve the model '{aliases[-1]}'"):
         configured(scripted, *models)
+
+
+def test_a_model_with_the_name_of_one_that_a_plugin_serves_unasked(scripted: Any) -> None:
+    with pytest.raises(ConfigError, match="two backends serve the model 'unasked'"):
+        configured(scripted, ModelSettings(backend="scripted", served_model_name="unasked"))
 
 
 def test_a_fallback_that_is_not_served_is_a_mistake(scripted: Any) -> None:

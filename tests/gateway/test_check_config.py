@@ -142,6 +142,19 @@ def test_what_the_plugins_refuse_of_several_models_has_lines_too(tmp_path: Path,
     assert backend.startswith("11: models[2]: ") and "'nonesuch'" in backend
 
 
+@pytest.mark.parametrize("command", ["check-config", "serve"])
+def test_names_that_only_the_backends_tell_have_lines_too(tmp_path: Path, command: str) -> None:
+    two = 'port = 0\n[[models]]\nbackend = "echo"\n[[models]]\nbackend = "echo"\naliases = ["y"]\n'
+    (said,) = mistakes(tmp_path, two, command)
+    assert said == (
+        "4: models[1].served_model_name: two backends serve the model 'echo': give one another served_model_name or "
+        "alias"
+    )
+    fallback = 'port = 0\n[[models]]\nbackend = "echo"\nmodel = "x/m.gguf"\n[[models]]\nbackend = "echo"\n'
+    (said,) = mistakes(tmp_path, fallback + 'served_model_name = "b"\nfallback = [\n"m.gguf"]\n', command)
+    assert said.startswith("8: models[1].fallback[0]: model 'b': fallback 'm.gguf' is not a served model")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

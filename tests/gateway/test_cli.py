@@ -203,8 +203,29 @@ def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
     assert f"port {port}" in line and "--port" in line
 
 
-def test_other_machines_are_not_served_without_a_key() -> None:
+def test_a_taken_port_is_told_before_a_plugin_that_is_broken(plugins: Path) -> None:
+    (plugins / "cli_broken_plugin.py").write_text("1 / 0", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = one_line(suimon("serve", "--plugins-dir", str(plugins), "--port", str(port)))
+    assert f"port {port}" in line
+
+
+def test_other_machines_are_not_served_without_a_key_unless_a_plugin_asks_for_it(plugins: Path) -> None:
     assert "--allow-unauthenticated" in one_line(suimon("serve", "--host", "0.0.0.0"))
+    asks = "from suimon.gateway.hookspecs import hookimpl\n@hookimpl\ndef authenticate(headers):\n    return None\n"
+    (plugins / "cli_doorkeeper.py").write_text(asks, encoding="utf-8")
+    checked = suimon("check-config", "--host", "0.0.0.0", "--backend", "echo", "--plugins-dir", str(plugins))
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["allow_unauthenticated"] is False
+
+
+def test_a_command_that_two_plugins_add_costs_only_the_second(plugins: Path) -> None:
+    (plugins / "cli_second_plugin.py").write_text(PLUGIN, encoding="utf-8")
+    environ = {"PYTHONPATH": str(plugins), "SUIMON_PLUGINS": "cli_test_plugin,cli_second_plugin"}
+    result = suimon("greet", "you", **environ)
+    assert result.stdout == "hello you\n"
+    assert "failed in register_commands: ArgumentError" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_a_backend_that_no_plugin_serves_is_named() -> None:

@@ -17,6 +17,7 @@ from suimon.core_engine.loader.sources import DEFAULT_MODEL
 from suimon.core_engine.request_queue import POLICIES
 from suimon.gateway import config_file, config_options, config_sources
 from suimon.gateway.config import ApiKey, ConfigError, ModelSettings, Settings, check_exposure, is_loopback
+from suimon.gateway.config_file import Mistakes
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "canary-key-7f3a"
@@ -25,7 +26,10 @@ KEY = "canary-key-7f3a"
 def load(*flags: str, environ: dict[str, str] | None = None) -> Settings:
     parser = argparse.ArgumentParser()
     config_sources.add_flags(parser)
-    return config_sources.load_settings(parser.parse_args(flags), environ or {})
+    mistakes = Mistakes()
+    settings = config_sources.read_settings(parser.parse_args(flags), environ or {}, mistakes)
+    mistakes.raise_any()
+    return settings
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -202,13 +206,13 @@ def test_a_key_is_kept_as_its_digest_and_nowhere_else() -> None:
 
 def test_keys_from_tables_and_from_a_file(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"three").hexdigest()
-    (tmp_path / "keys").write_text("# ours\none\nbob two  # a comment\n\n", encoding="utf-8")
+    (tmp_path / "keys").write_text("# ours\none\nbob t#wo  # a comment\n\n", encoding="utf-8")
     path = write(
         tmp_path,
         f'api_key_file = "{tmp_path / "keys"}"\n[[api_keys]]\nname = "eve"\nsha256 = "{digest.upper()}"\n',
     )
     keys = load("--config", path).api_keys
-    assert [key.sha256 for key in keys] == [digest, *(hashlib.sha256(k).hexdigest() for k in (b"one", b"two"))]
+    assert [key.sha256 for key in keys] == [digest, *(hashlib.sha256(k).hexdigest() for k in (b"one", b"t#wo"))]
     assert [key.name for key in keys] == ["eve", "key-" + hashlib.sha256(b"one").hexdigest()[:8], "bob"]
 
 

@@ -131,6 +131,26 @@ def test_a_file_in_the_folder_does_not_replace_a_module_that_others_import(tmp_p
     assert sys.modules["tabnanny"] is tabnanny
 
 
+def test_tests_in_the_folder_are_no_plugins(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("test_it.py", "it_test.py", "conftest.py", "setup.py"):
+        (tmp_path / name).write_text("1 / 0")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_plugins(folder=str(tmp_path), built_in=()).named == []
+
+
+def test_a_file_in_the_folder_with_the_name_of_an_installed_plugin(
+    package: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    package("twice_one", GOOD, entry_point="twice")
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    (folder / "twice_one.py").write_text(GOOD)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(PluginError, match=r"plugins/twice_one\.py has the name .* loaded from .*/twice_one\.py"):
+        load_plugins(folder=str(folder), built_in=())
+    assert load_plugins(folder=str(tmp_path), built_in=()).get_plugin("twice_one")  # the same file
+
+
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"plugins_dir .*nowhere: is not a folder"):
         load_plugins(folder=str(tmp_path / "nowhere"), built_in=())
