@@ -44,11 +44,11 @@ _SHUTTING_DOWN = "the server is shutting down; send the request again, to anothe
 class AccessLayer:
     """Wraps an ASGI application. ``scope["state"]["request_id"]`` is set for it, and so is the current trace span."""
 
-    def __init__(self, app: AsgiApp, drain: Drain, telemetry: Telemetry, retry_after: float = 1.0) -> None:
+    def __init__(self, app: AsgiApp, drain: Drain, telemetry: Telemetry) -> None:
         self._app = app
         self._drain = drain
         self._telemetry = telemetry
-        self._refusal = wire_error(BackendUnavailable(_SHUTTING_DOWN, retry_after=retry_after))
+        self._refusal = wire_error(BackendUnavailable(_SHUTTING_DOWN, retry_after=1.0))
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Anything but HTTP (the lifespan) passes through."""

@@ -89,6 +89,8 @@ class Conversation:
                 yield from _contents(_lines(response.iter_bytes()))
         except httpx.TransportError as error:
             raise ChatError(f"the connection was lost: {error}") from None
+        except httpx.DecodingError as error:
+            raise ChatError(f"the server's answer cannot be decoded: {error}") from None
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
@@ -109,14 +111,21 @@ def _contents(lines: Iterator[str]) -> Iterator[str]:
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
+        content = _content(data)
+        if content:
+            yield content
+    raise ChatError("the server ended the answer before it was complete")
+
+
+def _content(data: str) -> str:
+    """An event's text. Raises ChatError for an error, and for what is no event of such a server."""
+    try:
         event = json.loads(data)
         if "error" in event:
             raise ChatError(_error_text(data.encode(), 200))
-        for choice in event.get("choices", ()):
-            content = (choice.get("delta") or {}).get("content")
-            if content:
-                yield content
-    raise ChatError("the server ended the answer before it was complete")
+        return "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices", ()))
+    except (ValueError, TypeError, AttributeError):
+        raise ChatError("the server sent what is no event of an OpenAI-compatible server") from None
 
 
 def _error_text(body: bytes, status: int) -> str:

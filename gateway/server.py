@@ -46,6 +46,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except UnicodeError:
+        raise ConfigError(f"cannot listen on {host!r}: this is not a host's name") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(

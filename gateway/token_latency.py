@@ -61,6 +61,6 @@ class TokenLatency(Collector):
         name = self._metric.name.replace(".", "_")
         label = REQUEST_MODEL.replace(".", "_")
         family = HistogramMetricFamily(name, self._metric.description, labels=[label], unit="seconds")
-        for model, intervals in self._models.items():
+        for model, intervals in list(self._models.items()):  # the event loop adds models meanwhile
             family.add_metric([model], intervals.cumulative(), intervals.total)
         yield family

@@ -152,6 +152,8 @@ def test_events_cut_anywhere_are_put_together(script: tuple[type[Script], str], 
     [
         (200, [event("half"), b'data: {"error": {"message": "the engine died"}}\n\n', DONE], "the engine died"),
         (200, [event("half")], "ended the answer before it was complete"),
+        (200, [event("half"), b"data: {half\n\n"], "no event of an OpenAI-compatible server"),
+        (200, [b"data: [1]\n\n"], "no event of an OpenAI-compatible server"),
         (429, [b'{"error": {"message": "too busy"}}'], "too busy"),
         (500, [b"<html>"], "status 500"),
         (401, [b'{"error": {"message": "no valid key"}}'], "no valid key"),

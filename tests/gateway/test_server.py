@@ -417,6 +417,12 @@ def test_a_taken_port_is_one_clear_line() -> None:
             listen("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("host", ["..", "a" * 64 + ".example"])
+def test_what_is_no_name_of_a_host_is_told(host: str) -> None:
+    with pytest.raises(ConfigError, match="this is not a host's name"):
+        listen(host, 0)
+
+
 def test_an_address_that_is_not_ours_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on 203\.0\.113\.1 port 8000: "):
         listen("203.0.113.1", 8000)

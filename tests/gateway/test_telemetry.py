@@ -32,7 +32,7 @@ from suimon.gateway.hookspecs import (
     Usage,
 )
 from suimon.gateway.telemetry import Telemetry
-from suimon.gateway.token_latency import Intervals
+from suimon.gateway.token_latency import Intervals, TokenLatency
 
 CANARY = "canary-prompt-51c2"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -407,3 +407,16 @@ def test_the_access_log_can_be_switched_off(log: io.StringIO) -> None:
     logs.configure("info", "text", stream=log)
     run_exchange(AccessLayer(hello, Drain(), Telemetry(Settings())))
     assert "status=200" in log.getvalue()
+
+
+def test_a_model_that_comes_while_metrics_are_collected(monkeypatch: Any) -> None:
+    latency = TokenLatency(semconv.INTER_TOKEN_LATENCY)
+    cumulative = latency.of("a").cumulative
+
+    def meanwhile() -> Any:
+        latency.of("b")
+        return cumulative()
+
+    monkeypatch.setattr(latency.of("a"), "cumulative", meanwhile)
+    (family,) = latency.collect()
+    assert {sample.labels["gen_ai_request_model"] for sample in family.samples} == {"a"}
