@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from suimon.gateway.drain import Drain
+    from suimon.gateway.streaming import Receive, Send
     from suimon.gateway.telemetry import Telemetry
 
-    Receive = Callable[[], Awaitable[Any]]
-    Send = Callable[[Any], Awaitable[None]]
     AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("suimon.access")

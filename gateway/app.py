@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from litestar import Litestar, Response
@@ -29,6 +29,7 @@ from suimon.gateway.reload import Reloader
 from suimon.gateway.router import Router
 from suimon.gateway.routes import ROUTES
 from suimon.gateway.served import log_failed_start
+from suimon.gateway.streaming import Send
 from suimon.gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -99,10 +100,6 @@ def _log_failure(loading: asyncio.Task[None]) -> None:
     error = None if loading.cancelled() else loading.exception()
     if error is not None:
         log_failed_start(loading.get_name(), error)
-
-
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
 
 
 class GatewayApp(Litestar):

@@ -1,39 +1,27 @@
 """Traces and metrics of the gateway, through the OpenTelemetry API: one instrumentation for OTLP and for ``/metrics``.
 
-Knows what a request, a delta and a backend's load are, and which instruments they feed (the names are in ``semconv``).
-Refuses to know who prompts what: text is recorded only where ``capture_message_content`` was switched on. The hot path,
-``Observation.delta``, is a clock reading and one bisection; instruments are recorded once per request, because one
-record costs about 10 us in Python.
+Knows the instruments (their names are in ``semconv``), a backend's load, and where all of it goes. Refuses to know what
+a request is: that is ``observation``'s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 from opentelemetry import trace
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter
 from opentelemetry.metrics import Observation as Measurement
-from opentelemetry.trace import Span, SpanKind, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from suimon.gateway import semconv
 from suimon.gateway.hookspecs import (
-    BackendError,
-    Delta,
-    Embeddings,
     EmbedRequest,
     GenerateRequest,
     Load,
-    SamplingParams,
-    Usage,
 )
-from suimon.gateway.queue_span import QueueSpan
+from suimon.gateway.observation import PROPAGATOR, PROVIDER_NAME, EmbeddingObservation, Observation
 from suimon.gateway.token_latency import TokenLatency
 
 if TYPE_CHECKING:
@@ -46,10 +34,7 @@ if TYPE_CHECKING:
     from suimon.gateway.config import Settings
     from suimon.gateway.fallback import Detour
 
-PROVIDER_NAME = "suimon"
 FLUSH_TIMEOUT = 1.0  # seconds that unsent telemetry may delay the end of the process
-_PROPAGATOR = TraceContextTextMapPropagator()
-_DEFAULT_SAMPLING = SamplingParams()
 
 
 class Loaded(Protocol):
@@ -130,178 +115,6 @@ class Telemetry:
         return read
 
 
-class Observation:
-    """One request being answered: a ``chat MODEL`` span, and its share of every instrument when it ends - once."""
-
-    def __init__(self, telemetry: Telemetry, request: GenerateRequest, stream: bool, model: str) -> None:
-        self._telemetry = telemetry
-        self._started = time.perf_counter()
-        self._first: float | None = None
-        self._last: dict[int, float] = {}  # choice -> time of its last tokens
-        self._finish_reasons: dict[int, str] = {}
-        self._usage: Usage | None = None
-        self._text: list[str] | None = [] if telemetry.capture else None
-        self._ended = False
-        operation = "chat" if request.messages is not None else "text_completion"
-        self._attributes = {
-            semconv.OPERATION: operation,
-            semconv.PROVIDER: PROVIDER_NAME,
-            semconv.REQUEST_MODEL: model,
-        }
-        self._intervals = telemetry.inter_token.of(model)
-        self._span = telemetry.tracer.start_span(
-            f"{operation} {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
-        )
-        self._queue = QueueSpan(telemetry.tracer, self._span)
-        self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
-        if self._span.is_recording():
-            names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
-            self._span.set_attributes(names | _request_attributes(request, stream, telemetry.capture))
-
-    def __enter__(self) -> Observation:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.finish(error)
-
-    def mark_detour(self, detour: Detour) -> None:
-        """Another model was asked for, and could not answer."""
-        self._span.set_attributes({semconv.FALLBACK_FROM: detour.model, semconv.FALLBACK_REASON: detour.reason})
-
-    def queued(self) -> None:
-        """The request enters the gateway's own queue, which gets a span."""
-        self._queue.begin()
-
-    def admitted(self) -> None:
-        """The request left the gateway's own queue for the backend."""
-        self._queue.end()
-        self._telemetry.queue_time.record(time.perf_counter() - self._started, self._attributes)
-
-    def delta(self, delta: Delta) -> None:
-        """Output arrived from the backend."""
-        if delta.finish_reason is not None:
-            self._finish_reasons[delta.index] = delta.finish_reason
-        if delta.usage is not None:
-            self._usage = delta.usage
-        if not (delta.token_ids or delta.text):
-            return
-        now = time.perf_counter()
-        last = self._last.get(delta.index)
-        self._last[delta.index] = now
-        if last is not None:
-            self._intervals.add(now - last, len(delta.token_ids) or 1)
-        elif self._first is None:
-            self._first = now
-        if self._text is not None:
-            self._text.append(delta.text)
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """The request ended, with ``error`` if early. Only the first call counts; leaving the context is one."""
-        if self._ended:
-            return
-        self._ended = True
-        self._queue.end()
-        elapsed = time.perf_counter() - self._started
-        reason = self._reason(error)
-        self._record(elapsed, reason, error)
-        self._end_span(reason, error)
-
-    def _reason(self, error: BaseException | None) -> str:
-        if error is None:
-            return next(iter(self._finish_reasons.values()), "abort")
-        return "abort" if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else "error"
-
-    def _record(self, elapsed: float, reason: str, error: BaseException | None) -> None:
-        telemetry, attributes, usage = self._telemetry, self._attributes, self._usage
-        telemetry.finished.add(1, {semconv.REQUEST_MODEL: attributes[semconv.REQUEST_MODEL], "reason": reason})
-        failed = {semconv.ERROR_TYPE: error_type(error)} if error is not None else {}
-        telemetry.duration.record(elapsed, attributes | failed)
-        if error is None and self._first is not None:
-            first = self._first - self._started
-            telemetry.first_token.record(first, attributes)
-            if usage and usage.completion_tokens > 1 and len(self._last) == 1:
-                telemetry.per_token.record((elapsed - first) / (usage.completion_tokens - 1), attributes)
-        if usage is not None:
-            telemetry.token_usage.record(usage.prompt_tokens, attributes | {semconv.TOKEN_TYPE: "input"})
-            telemetry.token_usage.record(usage.completion_tokens, attributes | {semconv.TOKEN_TYPE: "output"})
-
-    def _end_span(self, reason: str, error: BaseException | None) -> None:
-        span, usage = self._span, self._usage
-        if span.is_recording():
-            reasons = [value for _, value in sorted(self._finish_reasons.items())] or [reason]
-            span.set_attribute(semconv.FINISH_REASONS, reasons)
-            if self._first is not None:
-                span.set_attribute(semconv.TIME_TO_FIRST_CHUNK, self._first - self._started)
-            if usage is not None:
-                span.set_attribute(semconv.INPUT_TOKENS, usage.prompt_tokens)
-                span.set_attribute(semconv.OUTPUT_TOKENS, usage.completion_tokens)
-                span.set_attribute(semconv.CACHED_TOKENS, usage.cached_tokens)
-            if self._text is not None:
-                span.set_attribute(semconv.OUTPUT_MESSAGES, _messages("assistant", "".join(self._text)))
-            if error is not None:
-                span.set_attribute(semconv.ERROR_TYPE, error_type(error))
-                span.set_status(StatusCode.ERROR)
-        span.end()
-
-
-class EmbeddingObservation:
-    """One request for embeddings being answered: an ``embeddings MODEL`` span, and what counts of the instruments."""
-
-    def __init__(self, telemetry: Telemetry, request: EmbedRequest, model: str) -> None:
-        self._telemetry = telemetry
-        self._started = time.perf_counter()
-        self._attributes = {
-            semconv.OPERATION: "embeddings",
-            semconv.PROVIDER: PROVIDER_NAME,
-            semconv.REQUEST_MODEL: model,
-        }
-        self._span = telemetry.tracer.start_span(
-            f"embeddings {model}", kind=SpanKind.INTERNAL, attributes=self._attributes
-        )
-        self._queue = QueueSpan(telemetry.tracer, self._span)
-        self.request = msgspec.structs.replace(request, trace_context=_carrier(self._span) or request.trace_context)
-        names = {semconv.REQUEST_MODEL: request.model, semconv.RESPONSE_MODEL: model}
-        self._span.set_attributes(names | {semconv.RESPONSE_ID: request.request_id})
-
-    def __enter__(self) -> EmbeddingObservation:
-        return self
-
-    def queued(self) -> None:
-        """The request enters the gateway's own queue, which gets a span."""
-        self._queue.begin()
-
-    def admitted(self) -> None:
-        """The request left the gateway's own queue for the backend."""
-        self._queue.end()
-        self._telemetry.queue_time.record(time.perf_counter() - self._started, self._attributes)
-
-    def answered(self, answer: Embeddings) -> None:
-        """The vectors are there."""
-        self._telemetry.token_usage.record(answer.usage.prompt_tokens, self._attributes | {semconv.TOKEN_TYPE: "input"})
-        self._span.set_attribute(semconv.INPUT_TOKENS, answer.usage.prompt_tokens)
-        self._span.set_attribute(semconv.DIMENSIONS, len(answer.vectors[0]))
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._queue.end()
-        failed: dict[str, str] = {}
-        reason = "stop"
-        if error is not None:
-            failed = {semconv.ERROR_TYPE: error_type(error)}
-            reason = "abort" if isinstance(error, asyncio.CancelledError) else "error"
-            self._span.set_attributes(failed)
-            self._span.set_status(StatusCode.ERROR)
-        telemetry, model = self._telemetry, self._attributes[semconv.REQUEST_MODEL]
-        telemetry.finished.add(1, {semconv.REQUEST_MODEL: model, "reason": reason})
-        telemetry.duration.record(time.perf_counter() - self._started, self._attributes | failed)
-        self._span.end()
-
-
-def error_type(error: BaseException) -> str:
-    """A short word of low cardinality for the ``error.type`` attribute; never the error's text."""
-    code = error.code if isinstance(error, BackendError) else None
-    return code or type(error).__name__
-
-
 def parent_context(headers: Iterable[tuple[bytes, bytes]]) -> Context:
     """The trace context that a request's ASGI headers carry (W3C traceparent, tracestate)."""
     carrier = {
@@ -309,40 +122,7 @@ def parent_context(headers: Iterable[tuple[bytes, bytes]]) -> Context:
         for name, value in headers
         if name in (b"traceparent", b"tracestate")
     }
-    return _PROPAGATOR.extract(carrier)
-
-
-def _carrier(span: Span) -> dict[str, str]:
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
-    return carrier
-
-
-def _request_attributes(request: GenerateRequest, stream: bool, capture: bool) -> dict[str, Any]:
-    sampling = request.sampling
-    attributes: dict[str, Any] = {semconv.RESPONSE_ID: request.request_id}
-    for field, name in semconv.SAMPLING.items():
-        value = getattr(sampling, field)
-        if value != getattr(_DEFAULT_SAMPLING, field):
-            attributes[name] = value
-    if sampling.n != 1:
-        attributes[semconv.CHOICE_COUNT] = sampling.n
-    if stream:
-        attributes[semconv.REQUEST_STREAM] = True
-    if capture:
-        attributes[semconv.INPUT_MESSAGES] = _input_messages(request)
-    return attributes
-
-
-def _input_messages(request: GenerateRequest) -> str:
-    if request.messages is None:
-        return _messages("user", request.prompt if isinstance(request.prompt, str) else "")
-    parts = [{"role": m.role, "parts": [{"type": "text", "content": m.text}]} for m in request.messages]
-    return msgspec.json.encode(parts).decode()
-
-
-def _messages(role: str, text: str) -> str:
-    return msgspec.json.encode([{"role": role, "parts": [{"type": "text", "content": text}]}]).decode()
+    return PROPAGATOR.extract(carrier)
 
 
 def _histogram(meter: Meter, metric: semconv.Metric) -> Histogram:
