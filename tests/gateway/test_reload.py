@@ -207,12 +207,12 @@ def test_a_stop_that_has_begun_is_not_broken_off(reload: Any, factory: Factory, 
     """Neither that of a model that leaves nor that after a failed start, though the server stops meanwhile."""
     server = reload.server
     stopping, stopped = [], []
-    go_on = threading.Event()
+    go_on = {"a": threading.Event(), "c": threading.Event()}
 
     def slow_to_stop(backend: Any) -> None:
         async def stop() -> None:
             stopping.append(backend.model_id)
-            while not go_on.is_set():
+            while not go_on[backend.model_id].is_set():
                 await asyncio.sleep(0.01)
             stopped.append(backend.model_id)
 
@@ -235,7 +235,12 @@ def test_a_stop_that_has_begun_is_not_broken_off(reload: Any, factory: Factory, 
     for _ in range(3):  # turns of the loop in which a cancellation would arrive
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.loop).result(10)
     assert not ending.done() and stopped == []
-    go_on.set()
+    go_on["c"].set()
+    tools.wait_until(lambda: stopped == ["c"], "the end of what had not started")
+    for _ in range(3):
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.loop).result(10)
+    assert not ending.done()
+    go_on["a"].set()
     ending.result(10)
     assert sorted(stopped) == ["a", "c"]
 

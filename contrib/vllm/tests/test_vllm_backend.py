@@ -85,7 +85,7 @@ class TestVLLM(BackendContract):
 
         async def stopped() -> None:
             await other.start()
-            reading = asyncio.ensure_future(anext(other.generate(self.request(other))))
+            reading = asyncio.ensure_future(anext(other.generate(self.request(other, "completion", prompt=(1, 2)))))
             await asyncio.sleep(0)
             await other.stop()
             await reading
