@@ -85,6 +85,7 @@ class StandIn:
         self.truncate_after: int | None = None
         self.status = 200
         self.stalls = False
+        self.empty_tokens = 0  # at the beginning of a chat: events that carry no text
         self.closed = 0
         self.url = ""
 
@@ -198,6 +199,9 @@ class StandIn:
         prompt, count = prompt_of(asked), 0
         shape = {"object": "chat.completion.chunk", "id": "", "created": 1, "model": "stand-in"}
         text = prompt.removeprefix("<s>")
+        for _ in range(self.empty_tokens):
+            count += 1
+            yield shape | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
         async for token, end in self._tokens(text, asked.max_tokens, asked.stop):
             count += 1
             reason = {"eos_token": "stop", "stop_sequence": "stop"}.get(end or "", end)

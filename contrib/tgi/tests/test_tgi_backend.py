@@ -146,6 +146,27 @@ def test_stop_strings_cut_the_text_at_their_character(server, chat, stop, text, 
     assert usage.completion_tokens in (completion_tokens, completion_tokens - 1)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_we_cut_is_whole_though_its_prompt_cannot_be_counted(server, chat, monkeypatch) -> None:
+    """The counting begins once the first exchange is over."""
+    running = []
+
+    async def refuses(backend: TGIBackend, request: GenerateRequest) -> int:
+        running.append(backend.load().running)
+        raise Overloaded("busy")
+
+    monkeypatch.setattr(TGIBackend, "_prompt_tokens", refuses)
+    found, reason, hit, usage = told(answer(server, request(chat=chat, stop=("tw",))))
+    assert (found, reason, hit) == ("one ", "stop", "tw")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (0, 2)
+    assert running == [0]
+
+
+def test_tokens_without_text_are_counted_too(server) -> None:
+    server.empty_tokens = 1
+    assert told(answer(server, request(chat=True, stop=("tw",))))[3].completion_tokens == 3
+
+
 def test_a_stop_string_is_kept_where_that_was_asked_for(server) -> None:
     assert told(answer(server, request(stop=("tw",), include_stop_str_in_output=True)))[0] == "one tw"
 

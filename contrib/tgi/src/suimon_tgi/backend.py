@@ -7,6 +7,7 @@ beginning-of-sequence token in front of the one that the template wrote.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import msgspec
 from suimon.gateway.hookspecs import (
     Backend,
     BackendCrashed,
+    BackendError,
     Capabilities,
     Delta,
     GenerateRequest,
@@ -34,6 +36,7 @@ from suimon_tgi.stop_strings import StopStrings
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings, Settings
 
+log = logging.getLogger("suimon.tgi")
 CHATS = Server("tgi")  # of OpenAI's parameters, what ``check`` lets through
 
 
@@ -75,20 +78,22 @@ class TGIBackend(RemoteBackend):
         check(request)
         sampling = request.sampling
         stops = StopStrings(sampling.stop, keep=sampling.include_stop_str_in_output)
-        tokens = 0
-        async with aclosing(self._answer(request)) as deltas:
+        arrived, tokens = _Arrived(), 0
+        async with aclosing(self._answer(request, arrived)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
                     yield _ending(delta, stops)
                     continue  # nothing follows but the end of the connection's use
                 if stops.hit is not None:  # the server sees a stop string only where a token ends
-                    usage = await self._usage(request, tokens)
-                    yield _ending(Delta(finish_reason="stop", usage=usage), stops)
-                    return
-                tokens += 1  # TGI sends a token an event
+                    break
+                tokens = arrived.tokens
                 yield msgspec.structs.replace(delta, text=stops.feed(delta.text))
+            else:
+                return
+        usage = await self._usage(request, tokens)  # the first exchange is over
+        yield _ending(Delta(finish_reason="stop", usage=usage), stops)
 
-    async def _answer(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+    async def _answer(self, request: GenerateRequest, arrived: _Arrived) -> AsyncGenerator[Delta, None]:
         """What the server sends, whichever endpoint it comes from. Raises BackendErrors."""
         path, body, reader = self._call(request)
         async with self.exchange(request, path, body, reader) as reply, aclosing(reply.items(EventReader())) as events:
@@ -96,6 +101,7 @@ class TGIBackend(RemoteBackend):
                 async for data in events:
                     if data == DONE:
                         break
+                    arrived.tokens += 1  # TGI sends a token an event, of which not every one has text
                     for delta in reader.read(data):
                         yield delta
                     if isinstance(reader, NativeReader) and reader.is_complete:
@@ -120,7 +126,17 @@ class TGIBackend(RemoteBackend):
         return path, body, AnswerReader(wanted, self.client.errors)
 
     async def _usage(self, request: GenerateRequest, completion_tokens: int) -> Usage:
-        """The counts of an answer that we cut: nobody told them, so the prompt's tokens are asked for."""
+        """The counts of an answer that we cut: nobody told them, so the prompt's tokens are asked for.
+
+        Where that fails they stay 0: the answer itself is complete, and is not to end in an error.
+        """
+        try:
+            return Usage(prompt_tokens=await self._prompt_tokens(request), completion_tokens=completion_tokens)
+        except BackendError as error:
+            log.warning("the prompt's tokens of request %s are not counted: %s", request.request_id, error)
+            return Usage(completion_tokens=completion_tokens)
+
+    async def _prompt_tokens(self, request: GenerateRequest) -> int:
         if request.messages is None:
             found = await self.client.ask("POST", "/tokenize", {"inputs": request.prompt})
         else:
@@ -130,7 +146,13 @@ class TGIBackend(RemoteBackend):
             found = answer.get("tokenize_response") if isinstance(answer, dict) else None
         if not isinstance(found, list):
             raise self.client.errors.malformed("answered without tokens")
-        return Usage(prompt_tokens=len(found), completion_tokens=completion_tokens)
+        return len(found)
+
+
+class _Arrived:
+    """How many tokens of an answer have come."""
+
+    tokens = 0
 
 
 def _ending(delta: Delta, stops: StopStrings) -> Delta:

@@ -37,7 +37,8 @@ def check(request: GenerateRequest) -> None:
             where = "takes it in completions only" if name in _REFUSED_IN_CHATS else "does not take it"
             raise InvalidRequest(f"{name}: Text Generation Inference {where}", param=name)
     if is_chat and not (request.add_generation_prompt and not request.continue_final_message):
-        raise InvalidRequest("add_generation_prompt: Text Generation Inference always adds it", param="messages")
+        message = "add_generation_prompt: Text Generation Inference always adds it"
+        raise InvalidRequest(message, param="add_generation_prompt")
     if request.chat_template_kwargs:
         message = "chat_template_kwargs: Text Generation Inference does not take them"
         raise InvalidRequest(message, param="chat_template_kwargs")
