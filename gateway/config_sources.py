@@ -106,6 +106,17 @@ def read_settings(
     ``authenticates``: whether a plugin proves who asks, so that no key is needed; asked only where one would be. Raises
     ConfigError for a file that cannot be read at all.
     """
+    settings = _merged(arguments, environ, mistakes)
+    with mistakes.noting("api_key_file"):
+        settings = _with_key_file(settings)
+    if not mistakes.settings & {"flags", "host", "api_keys", "api_key_file", "name", "key", "sha256"}:
+        with mistakes.noting():
+            if not (is_exposed(settings) and authenticates(settings)):
+                check_exposure(settings)
+    return settings
+
+
+def _merged(arguments: argparse.Namespace, environ: Mapping[str, str], mistakes: Mistakes) -> Settings:
     path = config_path(arguments, environ)
     file = SettingsFile(path, mistakes) if path else None
     values, models = (dict(file.values), list(file.models)) if file else ({}, [{}])
@@ -116,14 +127,7 @@ def read_settings(
             _override_model(models, source(MODEL))
     if file is not None and not mistakes.settings & {"served_model_name", "aliases", "models"}:
         check_names(models, file)
-    settings = Settings(**values, models=tuple(ModelSettings(**model) for model in models))
-    with mistakes.noting("api_key_file"):
-        settings = _with_key_file(settings)
-    if not mistakes.settings & {"flags", "host", "api_keys", "api_key_file", "name", "key", "sha256"}:
-        with mistakes.noting():
-            if not (is_exposed(settings) and authenticates(settings)):
-                check_exposure(settings)
-    return settings
+    return Settings(**values, models=tuple(ModelSettings(**model) for model in models))
 
 
 def config_path(arguments: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
