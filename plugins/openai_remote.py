@@ -7,16 +7,16 @@ parameters each kind of server takes is in ``openai_servers``.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from suimon.gateway.hookspecs import (
     Backend,
     BackendCrashed,
+    BackendError,
     Capabilities,
     Delta,
     Embeddings,
@@ -25,11 +25,12 @@ from suimon.gateway.hookspecs import (
     Health,
     InvalidRequest,
     SamplingParams,
-    Usage,
     hookimpl,
 )
+from suimon.plugins.openai_embeddings import PATH as EMBEDDINGS
+from suimon.plugins.openai_embeddings import WireVectors, embeddings_body, embeddings_of
 from suimon.plugins.openai_servers import COMMON, SERVERS, Server, Tokenizer, recognise
-from suimon.plugins.openai_wire import DONE, AnswerReader, WireUsage, request_body
+from suimon.plugins.openai_wire import DONE, AnswerReader, request_body, template_fields
 from suimon.plugins.remote_backend import LOOK_TIMEOUT, RemoteBackend
 from suimon.plugins.remote_options import RemoteOptions, read_options
 from suimon.plugins.remote_streams import EventReader
@@ -37,7 +38,6 @@ from suimon.plugins.remote_streams import EventReader
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings, Settings
 
-T = TypeVar("T")
 _CLAIMS = ("chat", "completions", "token_prompts", "tokenize", "logprobs", "seed")
 _PARAMETERS = frozenset(SamplingParams.__struct_fields__) - set(_CLAIMS)
 
@@ -64,9 +64,8 @@ class ListedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _Vector(msgspec.Struct, frozen=True):
-    embedding: list[float]
-    index: int = 0
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
 
 
 class _ModelList(msgspec.Struct, frozen=True):
@@ -108,6 +107,11 @@ class OpenAIRemote(RemoteBackend):
             self.server = recognise(self._listed.owned_by) or self.server
         self._settle()
 
+    @property
+    def _is_listed(self) -> bool:
+        """Whether the server's list names our model: what it says of another's size does not hold for ours."""
+        return self._listed is not None and self._listed.id == self.upstream_model
+
     def _settle(self) -> None:
         """State what this server honours."""
         off = set(self.options.unsupported)
@@ -119,14 +123,14 @@ class OpenAIRemote(RemoteBackend):
             embeddings=self.options.embeddings,
             unsupported=frozenset(_PARAMETERS - set(COMMON) - {n for n, to in self.server.takes.items() if to} | off)
             - set(_CLAIMS),
-            max_model_len=self._listed.max_model_len if self._listed is not None else None,
+            max_model_len=self._listed.max_model_len if self._is_listed else None,
             max_concurrency=self.options.max_concurrency,
         )
 
     def describe(self) -> Sequence[str]:
         """Which server was found, and what it lacks that matters to tenants."""
         lines = [f"served by {self.server.name} at {self.client.root} as {self.upstream_model!r}"]
-        if self._listed is not None and self._listed.id != self.upstream_model:
+        if self._listed is not None and not self._is_listed:
             lines.append(f"that server does not list {self.upstream_model!r}")
         if not self.server.takes.get("cache_salt"):
             lines.append("that server takes no cache_salt: tenants share whatever prefix cache it has")
@@ -160,23 +164,18 @@ class OpenAIRemote(RemoteBackend):
         """By /v1/embeddings. Raises InvalidRequest where the model was not configured to make them."""
         if not self.options.embeddings:
             return await super().embed(request)
-        body: dict[str, Any] = {"model": self.upstream_model, "input": list(request.inputs), "encoding_format": "float"}
-        if request.dimensions is not None:
-            body["dimensions"] = request.dimensions
-        answer = await self.client.ask("POST", "/v1/embeddings", body)
-        found = sorted(self._field(answer, "data", list[_Vector]), key=lambda vector: vector.index)
-        lengths = {len(vector.embedding) for vector in found}
-        if [vector.index for vector in found] != list(range(len(request.inputs))) or len(lengths) != 1:
-            raise self.client.errors.malformed("sent other vectors than one for each input")
-        usage = Usage(prompt_tokens=self._field(answer, "usage", WireUsage).prompt_tokens)
-        return Embeddings(vectors=tuple(array("f", vector.embedding) for vector in found), usage=usage)
+        body = embeddings_body(request, self.upstream_model)
+        answer = await self.ask(EMBEDDINGS, body, WireVectors, trace_context=request.trace_context)
+        try:
+            return await embeddings_of(answer, len(request.inputs))
+        except ValueError as error:
+            raise self._odd(f"sent {error}") from None
 
     async def tokenize(self, request: GenerateRequest, *, add_special_tokens: bool = True) -> list[int]:
         """By the server's own endpoint."""
         tokenizer = self._tokenizer()
         body = {"model": self.upstream_model, **await self._text(request, tokenizer, add_special_tokens)}
-        answer = await self.client.ask("POST", "/tokenize", body)
-        return self._field(answer, "tokens", list[int])
+        return (await self.ask("/tokenize", body, _Tokens, trace_context=request.trace_context)).tokens
 
     async def _text(self, request: GenerateRequest, tokenizer: Tokenizer, add_special_tokens: bool) -> dict[str, Any]:
         """The fields that say what is tokenised."""
@@ -192,14 +191,15 @@ class OpenAIRemote(RemoteBackend):
             }
         if self.server.name != "llama_cpp":
             raise InvalidRequest(f"messages: {self.server.name} tokenises text only", param="messages")
-        rendered = await self.client.ask("POST", "/apply-template", {"messages": messages})
-        return {tokenizer.text: self._field(rendered, "prompt", str), tokenizer.special: False, "parse_special": True}
+        asked = {"messages": messages, **template_fields(request, self.server)}
+        rendered = await self._text_of("prompt", "/apply-template", asked, request.trace_context)
+        return {tokenizer.text: rendered, tokenizer.special: False, "parse_special": True}
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """By the server's own endpoint."""
         tokenizer = self._tokenizer()
         body = {"model": self.upstream_model, "tokens": list(token_ids)}
-        return self._field(await self.client.ask("POST", "/detokenize", body), tokenizer.answer, str)
+        return await self._text_of(tokenizer.answer, "/detokenize", body)
 
     def _tokenizer(self) -> Tokenizer:
         if self.server.tokenizer is None:
@@ -207,11 +207,16 @@ class OpenAIRemote(RemoteBackend):
             raise InvalidRequest(message)
         return self.server.tokenizer
 
-    def _field(self, answer: Any, name: str, kind: type[T]) -> T:
-        try:
-            return msgspec.convert(answer[name], kind)
-        except (msgspec.ValidationError, KeyError, TypeError):
-            raise self.client.errors.malformed(f"answered without {name}") from None
+    async def _text_of(self, field: str, path: str, body: Any, trace_context: Mapping[str, str] | None = None) -> str:
+        """The text in this field of an answer."""
+        text = (await self.ask(path, body, dict[str, Any], trace_context=trace_context)).get(field)
+        if not isinstance(text, str):
+            raise self._odd(f"answered without {field}")
+        return text
+
+    def _odd(self, what: str) -> BackendError:
+        """The error to raise for a whole answer that is not what it should be."""
+        return self.client.errors.unavailable(what).error
 
 
 @hookimpl

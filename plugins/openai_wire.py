@@ -57,22 +57,25 @@ def request_body(
         body["messages"] = [msgspec.to_builtins(message) for message in request.messages]
     else:
         body["prompt"] = request.prompt
-    for name, value in _wanted(request):
-        body[_name(server, name, is_chat)] = value
+    if request.adapter is not None:
+        body[_name(server, "adapter", is_chat)] = request.adapter
+    body |= template_fields(request, server)
     body |= _sampling(request.sampling, server, is_chat, refused) | _unless_refused(request, server, is_chat)
     return (CHAT if is_chat else COMPLETIONS), body
 
 
-def _wanted(request: GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """What differs from the defaults outside the sampling parameters."""
-    if request.adapter is not None:
-        yield "adapter", request.adapter
+def template_fields(request: GenerateRequest, server: Server) -> dict[str, Any]:
+    """What a chat's template is told beyond the defaults. Raises InvalidRequest for what this server does not take."""
+    if request.messages is None:
+        return {}
+    wanted: dict[str, Any] = {}
     if request.continue_final_message:
-        yield "continue_final_message", True
-    elif request.messages is not None and not request.add_generation_prompt:
-        yield "add_generation_prompt", False
+        wanted["continue_final_message"] = True
+    elif not request.add_generation_prompt:
+        wanted["add_generation_prompt"] = False
     if request.chat_template_kwargs:
-        yield "chat_template_kwargs", request.chat_template_kwargs
+        wanted["chat_template_kwargs"] = request.chat_template_kwargs
+    return {_name(server, name, is_chat=True): value for name, value in wanted.items()}
 
 
 def _unless_refused(request: GenerateRequest, server: Server, is_chat: bool) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from suimon.gateway.hookspecs import (
     Backend,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("suimon.plugins.remote")
 
+T = TypeVar("T")
 LOOK_TIMEOUT = 5.0  # seconds that a look at the server's health may take
 
 
@@ -120,6 +121,14 @@ class RemoteBackend(Backend):
             await self.refresh()
 
     # --- Requests -----------------------------------------------------------------------------------------------------
+
+    async def ask(self, path: str, body: Any, kind: type[T], *, trace_context: Mapping[str, str] | None = None) -> T:
+        """The server's whole answer to a POST, as ``RemoteClient.ask``, counted as running. Raises BackendErrors."""
+        self._running += 1
+        try:
+            return await self.client.ask(path, body, kind, trace_context=trace_context)
+        finally:
+            self._running -= 1
 
     @asynccontextmanager
     async def exchange(

@@ -74,6 +74,7 @@ def said(found: Any) -> Said:
     if not isinstance(found, dict):
         return Said(message=found if isinstance(found, str) else "")
     message = next((found[key] for key in ("message", "detail", "msg") if isinstance(found.get(key), str)), "")
+    message = message or _complaints(found.get("detail"))
     code, param, kind = found.get("code"), found.get("param"), found.get("type")
     return Said(
         message=message,
@@ -81,6 +82,16 @@ def said(found: Any) -> Said:
         code=code if isinstance(code, int | str) and not isinstance(code, bool) else None,
         type=kind if isinstance(kind, str) else "",
     )
+
+
+def _complaints(detail: Any) -> str:
+    """What FastAPI's list of mistakes in a body says: ``[{"loc": ["body", "top_k"], "msg": ...}, ...]``."""
+    told = []
+    for mistake in detail if isinstance(detail, list) else ():
+        if isinstance(mistake, dict) and isinstance(mistake.get("msg"), str):
+            places = mistake["loc"][1:] if isinstance(mistake.get("loc"), list) else []
+            told.append(": ".join([*(".".join(map(str, places)),) * bool(places), mistake["msg"]]))
+    return "; ".join(told)
 
 
 class Translator:
@@ -107,7 +118,8 @@ class Translator:
     def event(self, error: Any, *, begun: bool) -> BackendError:
         """The error that an ``error`` in a stream is; ``begun``: after part of the answer."""
         found = said(error if isinstance(error, dict) and "error" in error else {"error": error})
-        status = found.code if isinstance(found.code, int) else _STATUS_OF.get(str(found.code or found.type), 500)
+        named = _STATUS_OF.get(str(found.code)) or _STATUS_OF.get(found.type, 500)
+        status = found.code if isinstance(found.code, int) else named
         if begun and status >= 500 and status != 504:
             return BackendCrashed(f"{self.server} failed while it answered")
         return self._by_status(status, found, None).error
@@ -155,6 +167,14 @@ def _key_refused(to: Translator, found: Said, wait: float | None) -> UpstreamErr
     return to.unavailable("refused the gateway's own key: correct api_key_env or api_key_file")
 
 
+def _unpaid(to: Translator, found: Said, wait: float | None) -> UpstreamError:
+    return to.unavailable("wants to be paid first: see to the account that its key belongs to")
+
+
+def _proxy_refused(to: Translator, found: Said, wait: float | None) -> UpstreamError:
+    return to.unavailable("is behind a proxy that refuses the gateway: correct its address and password in HTTPS_PROXY")
+
+
 def _not_found(to: Translator, found: Said, wait: float | None) -> UpstreamError:
     """The client named a model that is served here, so the name or path configured for it is wrong."""
     return to.unavailable("does not know the configured model or path: correct upstream_model or base_url")
@@ -185,9 +205,11 @@ def _failed(to: Translator, found: Said, wait: float | None) -> UpstreamError:
 
 _MAKERS: Mapping[int, Callable[[Translator, Said, float | None], UpstreamError]] = {
     401: _key_refused,
+    402: _unpaid,
     403: _key_refused,
     404: _not_found,
     405: _not_found,
+    407: _proxy_refused,
     408: _too_slow,
     424: _failed,  # Text Generation Inference's word for a failed generation
     425: _unready,

@@ -1,9 +1,10 @@
 """Calls to one remote server over HTTP: a pool of connections, limits on time and size, attempts, a circuit breaker.
 
 An attempt may be repeated only while not a byte of an answer has come: generation changes nothing at the server, but
-half an answer cannot be taken back. Redirects are not followed, proxies only used where the operator says so, nothing of
-the client's headers is sent on, and no cookie of the server's is kept: its next request may be another tenant's. Knows
-bytes and statuses; refuses to know what is asked. For plugins outside this repository it is beta: names may still change.
+half an answer cannot be taken back. Redirects are not followed, proxies only used where the operator says so, nothing
+of the client's headers is sent on, and no cookie of the server's is kept: its next request may be another tenant's.
+Knows bytes and statuses; refuses to know what is asked. For plugins outside this repository it is beta: names may still
+change.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,11 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("suimon.plugins.remote")
 
 FIRST_BACKOFF = 0.1  # seconds before the first repetition, doubled each time and shortened by up to half at random
-KEEP_ALIVE = (
-    2.0  # seconds that an idle connection is kept: servers close theirs after 5 and more, and must not be first
-)
-MAX_JSON = 64 * 1024 * 1024  # bytes of an answer that is read whole
+KEEP_ALIVE = 2.0  # seconds that an idle connection is kept: servers close theirs after 5, and must not be first
 T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """One request, in all its attempts: JSON that is POSTed, and the types of content that may come back."""
+
+    path: str
+    content: bytes
+    types: tuple[str, ...]
+    span: UpstreamSpan
 
 
 class RemoteClient:
@@ -100,7 +108,7 @@ class RemoteClient:
         if not self.options.ca_file:
             return True
         try:
-            return ssl.create_default_context(cafile=self.options.ca_file)
+            return ssl.create_default_context(cafile=Path(self.options.ca_file).expanduser())
         except (OSError, ssl.SSLError) as error:
             message = f"{self.errors.server}: ca_file {self.options.ca_file} cannot be used: {type(error).__name__}"
             raise BackendUnavailable(message) from None
@@ -119,18 +127,28 @@ class RemoteClient:
 
         Raises BackendErrors. The caller closes the Reply.
         """
-        span = UpstreamSpan(trace_context or {}, self.root)
-        content = msgspec.json.encode(body)
+        call = Call(path, msgspec.json.encode(body), content_types, UpstreamSpan(trace_context or {}, self.root))
         try:
-            return await self._attempts(lambda ticket: self._begin(path, content, content_types, span, ticket), span)
+            return await self._attempts(call, self._begin)
         except BaseException as error:
-            span.end(error)
+            call.span.end(error)
             raise
 
-    async def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The decoded JSON answer to one request, repeated as a stream's would be. Raises BackendErrors."""
-        content = None if body is None else msgspec.json.encode(body)
-        return await self._attempts(lambda ticket: self._ask(method, path, content, ticket))
+    async def ask(self, path: str, body: Any, kind: type[T], *, trace_context: Mapping[str, str] | None = None) -> T:
+        """The JSON answer to a POST, decoded as ``kind``; repeated as a stream's would be. Raises BackendErrors.
+
+        Decoding stops the event loop: of what may be large, ``kind`` should leave the parts ``msgspec.Raw``.
+        """
+        call = Call(
+            path, msgspec.json.encode(body), ("application/json",), UpstreamSpan(trace_context or {}, self.root)
+        )
+        try:
+            answer = await self._attempts(call, lambda call, ticket: self._ask(call, ticket, kind))
+        except BaseException as error:
+            call.span.end(error)
+            raise
+        call.span.end()
+        return answer
 
     async def look(self, path: str, timeout: float) -> tuple[int, bytes]:
         """(status, beginning of the body) of a GET, at once and once, whatever the circuit breaker says.
@@ -155,12 +173,12 @@ class RemoteClient:
 
     # --- Attempts -----------------------------------------------------------------------------------------------------
 
-    async def _attempts(self, attempt: Callable[[Ticket], Awaitable[T]], span: UpstreamSpan | None = None) -> T:
+    async def _attempts(self, call: Call, attempt: Callable[[Call, Ticket], Awaitable[T]]) -> T:
         for number in range(self.options.retries + 1):
-            if span is not None and number:
-                span.resent(number)
+            if number:
+                call.span.resent(number)
             try:
-                return await self._guarded(attempt)
+                return await self._guarded(call, attempt)
             except UpstreamError as failure:
                 log.warning("attempt %d: %s", number + 1, failure)
                 wait = self._pause(failure, number)
@@ -178,14 +196,14 @@ class RemoteClient:
             return backoff
         return failure.wait + backoff if failure.wait <= self.options.max_retry_wait else None
 
-    async def _guarded(self, attempt: Callable[[Ticket], Awaitable[T]]) -> T:
+    async def _guarded(self, call: Call, attempt: Callable[[Call, Ticket], Awaitable[T]]) -> T:
         """One attempt, if the circuit breaker lets it through, and the verdict if it fails; else that is its own."""
         ticket = self.breaker.enter()
         if ticket is None:
             message = f"{self.errors.server} has been failing and is left alone for now"
             raise BackendUnavailable(message, retry_after=max(1.0, self.breaker.wait))
         try:
-            return await attempt(ticket)
+            return await attempt(call, ticket)
         except UpstreamError as failure:
             (self.breaker.failed if failure.outage else self.breaker.succeeded)(ticket)
             raise
@@ -193,57 +211,69 @@ class RemoteClient:
             self.breaker.abandoned(ticket)
             raise
 
-    async def _begin(
-        self, path: str, content: bytes, types: tuple[str, ...], span: UpstreamSpan, ticket: Ticket
-    ) -> Reply:
+    async def _begin(self, call: Call, ticket: Ticket) -> Reply:
         """Send, and wait for the first byte of the answer. Raises UpstreamError."""
+        async with self._in_time("took too long to begin its answer"):
+            response = await self._post(call)
+            try:
+                await self._check(response, call.types)
+                pieces: Any = response.aiter_raw()
+                first = await anext(pieces, None)
+                if first is None:
+                    raise self.errors.unavailable("ended its answer before it began", retriable=True, outage=True)
+                call.span.first_byte()
+                return Reply(self, response, first, pieces, call.span, ticket)
+            except BaseException:
+                await response.aclose()
+                raise
+
+    async def _ask(self, call: Call, ticket: Ticket, kind: type[T]) -> T:
+        """Send, and wait for the whole answer. Raises UpstreamError."""
+        async with self._in_time("took too long to answer"):
+            response = await self._post(call)
+            try:
+                await self._check(response, call.types)
+                answer = self._decoded(await self._whole(response), kind)
+            finally:
+                await response.aclose()
+        self.breaker.succeeded(ticket)
+        return answer
+
+    @asynccontextmanager
+    async def _in_time(self, words: str) -> AsyncIterator[None]:
+        """What does not come within ``first_byte_timeout``, or not at all, is an UpstreamError."""
         try:
             async with asyncio.timeout(self.options.first_byte_timeout):
-                response = await self._send("POST", path, content, span.headers | {"accept": types[0]})
-                span.status(response.status_code)
-                return await self._begun(response, types, span, ticket)
+                yield
         except TimeoutError:
-            raise self.errors.unavailable("took too long to begin its answer", outage=True) from None
+            raise self.errors.unavailable(words, outage=True) from None
         except self.transport_errors as error:
             raise self._unreachable(error) from None
 
-    async def _begun(
-        self, response: httpx2.Response, types: tuple[str, ...], span: UpstreamSpan, ticket: Ticket
-    ) -> Reply:
-        try:
-            await self._check(response, types)
-            pieces: Any = response.aiter_raw()
-            first = await anext(pieces, None)
-            if first is None:
-                raise self.errors.unavailable("ended its answer before it began", retriable=True, outage=True)
-            span.first_byte()
-            return Reply(self, response, first, pieces, span, ticket)
-        except BaseException:
-            await response.aclose()
-            raise
+    async def _whole(self, response: httpx2.Response) -> bytes:
+        limit = self.options.max_answer_size
+        found = await _read(response, limit + 1)
+        if len(found) > limit:
+            raise self.errors.unavailable(f"sent more than {limit} bytes")
+        return found
 
-    async def _ask(self, method: str, path: str, content: bytes | None, ticket: Ticket) -> Any:
+    def _decoded(self, answer: bytes, kind: type[T]) -> T:
         try:
-            async with asyncio.timeout(self.options.first_byte_timeout):
-                response = await self._send(method, path, content, {"accept": "application/json"})
-                try:
-                    await self._check(response, ("application/json",))
-                    answer = msgspec.json.decode(await _read(response, MAX_JSON))
-                    self.breaker.succeeded(ticket)
-                    return answer
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise self.errors.unavailable("took too long to answer", outage=True) from None
-        except self.transport_errors as error:
-            raise self._unreachable(error) from None
-        except (msgspec.DecodeError, RecursionError):
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.ValidationError as error:
+            raise self.errors.unavailable(f"sent another answer than was asked for: {error}", outage=True) from None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise self.errors.unavailable("sent what is no JSON", outage=True) from None
+
+    async def _post(self, call: Call) -> httpx2.Response:
+        headers = {"content-type": "application/json", "accept": call.types[0], **call.span.headers}
+        response = await self._send("POST", call.path, call.content, headers)
+        call.span.status(response.status_code)
+        return response
 
     async def _send(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> httpx2.Response:
         assert self._http is not None, "open() comes first"
-        typed = {"content-type": "application/json"} if content is not None else {}
-        request = self._http.build_request(method, self.root + path, content=content, headers={**typed, **headers})
+        request = self._http.build_request(method, self.root + path, content=content, headers=headers)
         return await self._http.send(request, stream=True)
 
     async def _check(self, response: httpx2.Response, types: tuple[str, ...]) -> None:
@@ -261,10 +291,23 @@ class RemoteClient:
         import httpx2
 
         log.warning("%s: %s", self.errors.server, self.describe(error))
+        if _is_about_certificates(error):
+            return self.errors.unavailable(
+                "shows a certificate that is not trusted, or another host's: see ca_file", outage=True
+            )
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
             return self.errors.unavailable("cannot be reached", retriable=True, outage=True)
         retriable = not isinstance(error, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError)
         return self.errors.unavailable("broke the connection before it answered", retriable=retriable, outage=True)
+
+
+def _is_about_certificates(error: BaseException | None) -> bool:
+    """Whether what went wrong below is that a certificate proved nothing."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def _read(response: httpx2.Response, limit: int) -> bytes:

@@ -10,31 +10,33 @@ import time
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from opentelemetry import trace
+from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from suimon.gateway.hookspecs import BackendError
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_LEFT: Mapping[type[BaseException], str] = {
-    GeneratorExit: "CancelledError"
-}  # how a generator, and not a task, is told that the client left
 _PORTS = {"http": 80, "https": 443}
 
 
 class UpstreamSpan:
-    """One call, all its attempts. ``headers`` are what carries the trace on; without a tracer, the request's own."""
+    """One call, all its attempts. ``headers`` are what carries the trace on; without a tracer, the request's own.
+
+    Its parent is the span that ``trace_context`` names, else the one that is current.
+    """
 
     def __init__(self, trace_context: Mapping[str, str], url: str) -> None:
         self._began = time.monotonic()
         parts = urlsplit(url)
         tracer = trace.get_tracer("suimon.plugins.upstream")
-        parent = _PROPAGATOR.extract(trace_context)
-        self._span = tracer.start_span("upstream", parent, kind=SpanKind.CLIENT)
-        self._span.set_attribute("http.request.method", "POST")
-        self._span.set_attribute("server.address", parts.hostname or "")
-        self._span.set_attribute("server.port", parts.port or _PORTS.get(parts.scheme, 0))
+        parent = _PROPAGATOR.extract(trace_context, context.get_current())
+        attributes = {
+            "http.request.method": "POST",
+            "server.address": parts.hostname or "",
+            "server.port": parts.port or _PORTS.get(parts.scheme, 0),
+        }
+        self._span = tracer.start_span("upstream", parent, kind=SpanKind.CLIENT, attributes=attributes)
         self.headers: dict[str, str] = {}
         _PROPAGATOR.inject(self.headers, trace.set_span_in_context(self._span))
         if not self.headers:
@@ -55,7 +57,9 @@ class UpstreamSpan:
     def end(self, error: BaseException | None = None) -> None:
         """The call is over, with ``error`` if it failed; the first call counts."""
         if error is not None and self._span.is_recording():
-            code = error.code if isinstance(error, BackendError) else _LEFT.get(type(error))
-            self._span.set_attribute("error.type", code or type(error).__name__)
+            code = error.code if isinstance(error, BackendError) else None
+            # A generator, unlike a task, is told by GeneratorExit that the client left.
+            kind = "CancelledError" if isinstance(error, GeneratorExit) else type(error).__name__
+            self._span.set_attribute("error.type", code or kind)
             self._span.set_status(StatusCode.ERROR)
         self._span.end()

@@ -11,6 +11,7 @@ import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from ssl import SSLContext
 from typing import Any
 
 
@@ -81,8 +82,9 @@ Script = Callable[[Exchange], Awaitable[None]]
 class Upstream:
     """The server. ``requests`` are those received, ``gone`` the connections that scripts saw closed."""
 
-    def __init__(self, *scripts: Script) -> None:
+    def __init__(self, *scripts: Script, ssl: SSLContext | None = None) -> None:
         self._scripts = scripts
+        self._ssl = ssl
         self.requests: list[Exchange] = []
         self.connections = 0
         self.open = 0
@@ -90,7 +92,7 @@ class Upstream:
         self.failures: list[BaseException] = []
 
     async def __aenter__(self) -> Upstream:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 26)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 26, ssl=self._ssl)
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Callable, Iterator
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from types import ModuleType
 from typing import Any
@@ -32,7 +35,7 @@ from suimon.gateway.hookspecs import (
 )
 from suimon.gateway.loopback import LoopbackServer
 from suimon.gateway.testing import BackendContract
-from suimon.plugins import openai_remote, upstream_span
+from suimon.plugins import openai_embeddings, openai_remote, upstream_span
 from suimon.plugins.echo import EchoBackend
 from suimon.plugins.openai_remote import OpenAIOptions, OpenAIRemote
 from suimon.plugins.openai_servers import COMMON, SERVERS
@@ -296,6 +299,7 @@ def test_comments_other_fields_and_every_line_end_are_read(ask, wire) -> None:
         (['{"choices": [{"index": 9, "delta": {"content": "x"}}]}'], "choice 9"),
         (['{"choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}'], "gave up"),
         (['{"error": {"message": "CUDA error", "code": 500}}'], "failed while it answered"),
+        (['{"error": {"message": "CUDA error", "code": "odd"}}'], "failed while it answered"),
         (['{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}'] * 2, "finished"),
     ],
 )
@@ -443,11 +447,11 @@ def test_who_asks_for_what_a_server_lacks_does_not_open_the_circuit_for_others(w
 # --- Which server it is, and how it is --------------------------------------------------------------------------------
 
 
-def listing(owned_by: str, status: int = 200, **model: Any) -> Any:
+def listing(owned_by: str, status: int = 200, others: Sequence[Any] = ({"id": "other"},), **model: Any) -> Any:
     async def script(exchange: Any) -> None:
         if exchange.path == "/v1/models":
             listed = {"id": "echo", "owned_by": owned_by} | model
-            await exchange.whole(status, {"object": "list", "data": [{"id": "other"}, listed]})
+            await exchange.whole(status, {"object": "list", "data": [*others, listed]})
         else:
             await exchange.whole(200, {"status": "ok"})
 
@@ -488,8 +492,10 @@ def test_an_unknown_server_is_taken_for_plain_openai(wire) -> None:
 
 
 def test_a_model_that_is_not_listed_is_said(wire) -> None:
-    backend, _ = looked_at(wire, listing("vllm", id="else"), upstream_model="wrong")
+    backend, _ = looked_at(wire, listing("vllm", others=(), id="else", max_model_len=77), upstream_model="wrong")
     assert any("'wrong'" in line for line in backend.describe())
+    assert backend.server.name == "vllm"
+    assert backend.capabilities.max_model_len is None, "another model's"
 
 
 @pytest.mark.parametrize(
@@ -604,6 +610,11 @@ def test_a_chat_is_rendered_by_llama_server_before_it_is_tokenised(wire) -> None
             backend.client.open()
             assert await backend.tokenize(request()) == [9]
             assert upstream.requests[1].body["content"] == "<user>Hi"
+            told = {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
+            await backend.tokenize(request(**told))
+            assert upstream.requests[2].body == {"messages": upstream.requests[0].body["messages"], **told}
+            with pytest.raises(InvalidRequest, match="continue_final_message"):
+                await backend.tokenize(request(continue_final_message=True))
             await backend.stop()
 
     asyncio.run(test())
@@ -850,24 +861,53 @@ def embed(wire: ModuleType, script: Any, **fields: Any) -> Any:
                 wanted = EmbedRequest(request_id="r", model="m", inputs=("a", (1, 2)), **fields)
                 return await backend.embed(wanted), upstream.requests[0]
             finally:
+                assert backend.load() == Load()
                 await backend.stop()
 
     return asyncio.run(both())
 
 
-def test_vectors_are_put_in_the_order_of_their_inputs(wire) -> None:
-    found, asked = embed(wire, vectors((1, [0.5, 1.0]), (0, [0.25, -2.0]), prompt_tokens=5), dimensions=2)
+def packed(*numbers: float) -> str:
+    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+
+
+@pytest.mark.parametrize("form", [lambda *numbers: list(numbers), packed])
+def test_vectors_are_put_in_the_order_of_their_inputs(wire, form) -> None:
+    found, asked = embed(wire, vectors((1, form(0.5, 1.0)), (0, form(0.25, -2.0)), prompt_tokens=5), dimensions=2)
     assert [list(vector) for vector in found.vectors] == [[0.25, -2.0], [0.5, 1.0]]
     assert found.usage == Usage(prompt_tokens=5)
     assert asked.path == "/v1/embeddings"
-    assert asked.body == {"model": "echo", "input": ["a", [1, 2]], "encoding_format": "float", "dimensions": 2}
+    assert asked.body == {"model": "echo", "input": ["a", [1, 2]], "encoding_format": "base64", "dimensions": 2}
+
+
+def test_many_numbers_are_not_decoded_in_the_event_loop(wire, monkeypatch) -> None:
+    threads = []
+
+    def floats(vector: Any) -> Any:
+        threads.append(threading.get_ident())
+        return openai_floats(vector)
+
+    openai_floats = openai_embeddings._floats
+    monkeypatch.setattr(openai_embeddings, "_floats", floats)
+    embed(wire, vectors((0, [1.0]), (1, packed(2.0)), prompt_tokens=5))
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_the_trace_goes_on_into_a_server_that_makes_vectors(wire) -> None:
+    context = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    _, asked = embed(wire, vectors((0, [1.0]), (1, [2.0]), prompt_tokens=5), trace_context=context)
+    assert asked.headers["traceparent"] == context["traceparent"]
 
 
 @pytest.mark.parametrize(
-    "data", [[], [(0, [1.0])], [(0, [1.0]), (0, [1.0])], [(0, [1.0]), (1, [1.0, 2.0])], [(0, [[1.0]]), (1, [[1.0]])]]
+    "data",
+    [
+        *([], [(0, [1.0])], [(0, [1.0]), (0, [1.0])], [(0, [1.0]), (1, [1.0, 2.0])], [(0, [[1.0]]), (1, [[1.0]])]),
+        *([(0, "AAAA"), (1, "AAAA")], [(0, "no base64"), (1, [1.0])], [(0, None), (1, None)], [(0, "é"), (1, "é")]),
+    ],
 )
 def test_other_vectors_than_one_for_each_input_are_an_error(wire, data) -> None:
-    with pytest.raises(BackendCrashed):
+    with pytest.raises(BackendUnavailable, match="sent "):
         embed(wire, vectors(*data, prompt_tokens=5))
 
 

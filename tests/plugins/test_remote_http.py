@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import trustme
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from suimon.gateway.hookspecs import (
     BackendCrashed,
@@ -302,6 +307,13 @@ def openai_error(message: str, **fields: Any) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None} | fields}
 
 
+MISTAKES = [  # FastAPI's
+    {"loc": ["body", "top_k"], "msg": "too small", "type": "greater_than_equal"},
+    {"loc": ["body", "seed", 0], "msg": "no number"},
+    {"msg": "odd"},
+]
+
+
 @pytest.mark.parametrize(
     ("script", "kind", "words"),
     [
@@ -309,11 +321,15 @@ def openai_error(message: str, **fields: Any) -> dict[str, Any]:
         (answer(400, {"error": "plain words"}), InvalidRequest, "plain words"),
         (answer(400, {"object": "error", "message": "vllm's"}), InvalidRequest, "vllm's"),
         (answer(422, {"detail": "fastapi's"}), InvalidRequest, "fastapi's"),
+        (answer(422, {"detail": MISTAKES}), InvalidRequest, "top_k: too small; seed.0: no number; odd"),
+        (answer(422, {"detail": [7, {"msg": 7}]}), InvalidRequest, "no reason given"),
         (answer(413, b"\xff\x00 no json", "text/plain"), InvalidRequest, "no reason given"),
         (answer(400, openai_error("8 > 4", code="context_length_exceeded")), ContextTooLong, "8 > 4"),
         (answer(400, openai_error("9 > 4", type="exceed_context_size_error", code=400)), ContextTooLong, "9 > 4"),
         (answer(401, openai_error("Incorrect API key provided")), BackendUnavailable, "gateway's own key"),
         (answer(403), BackendUnavailable, "gateway's own key"),
+        (answer(402, openai_error("no credit left")), BackendUnavailable, "paid"),
+        (answer(407), BackendUnavailable, "HTTPS_PROXY"),
         (answer(404, openai_error("no model x")), BackendUnavailable, "upstream_model"),
         (answer(405), BackendUnavailable, "base_url"),
         (answer(500, openai_error("boom at /usr/lib")), BackendUnavailable, "failed"),
@@ -346,6 +362,32 @@ def test_a_servers_words_are_bounded_and_hold_no_secrets(run) -> None:
         assert "10.0.0.7" not in message and "abc.def" not in message and "***" in message
 
     run(test, answer(400, openai_error(words)))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "no JSON"),
+        (b'{"deep": ' + b"[" * 100_000, "no JSON"),
+        (b"\xff", "no JSON"),
+        (b'{"b": "two"}', "another answer than was asked for: Expected `int"),
+        (b'{"b": 2' + b" " * 100 + b"}", "more than 64 bytes"),
+    ],
+)
+def test_a_whole_answer_that_is_none_says_what_it_is(run, body, words) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        with pytest.raises(BackendUnavailable, match=words):
+            await caller.client.ask("/x", {}, dict[str, int | list[Any]])
+        assert len(upstream.requests) == 1
+
+    run(test, answer(200, body), max_answer_size=64 if body.endswith(b" }") else 1 << 20)
+
+
+def test_a_whole_answer_as_long_as_is_allowed_is_read(run) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        assert await caller.client.ask("/x", {}, dict[str, int]) == {"b": 2}
+
+    run(test, answer(200, b'{"b": 2}'), max_answer_size=8)
 
 
 def test_an_error_body_without_end_is_read_only_so_far(run) -> None:
@@ -621,6 +663,60 @@ def test_a_call_that_fails_ends_its_span_with_the_error(run, exporter, script, e
     run(test, script, retries=0)
 
 
+def test_a_whole_answer_has_a_span_too(run, exporter) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        found = await caller.client.ask("/x", {"a": 1}, dict[str, int], trace_context={"traceparent": PARENT})
+        assert found == {"b": 2}
+        with pytest.raises(InvalidRequest):
+            await caller.client.ask("/x", {}, dict[str, int], trace_context={"traceparent": PARENT})
+        good, bad = exporter.get_finished_spans()
+        assert (good.name, good.attributes["http.response.status_code"], good.status.is_ok) == ("upstream", 200, True)
+        assert good.attributes["http.request.resend_count"] == 1
+        assert f"{good.parent.span_id:016x}" == PARENT.split("-")[2]
+        assert upstream.requests[1].headers["traceparent"] == f"00-{TRACE}-{good.context.span_id:016x}-01"
+        assert (bad.attributes["error.type"], bad.attributes["http.response.status_code"]) == ("InvalidRequest", 400)
+
+    run(test, unready, answer(200, {"b": 2}), answer(400))
+
+
+def test_without_a_context_of_its_own_a_span_stands_under_the_current_one(run, exporter) -> None:
+    async def test(upstream: Any, caller: Caller) -> None:
+        current = SpanContext(int(TRACE, 16), 7, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+        with use_span(NonRecordingSpan(current)):
+            await caller.client.ask("/x", {}, dict[str, int])
+        (span,) = exporter.get_finished_spans()
+        assert (span.context.trace_id, span.parent.span_id) == (current.trace_id, 7)
+
+    run(test, answer(200, {}))
+
+
+def test_samplers_see_what_is_asked(run, monkeypatch) -> None:
+    seen = []
+
+    class Watching(Sampler):
+        def should_sample(  # as the SDK calls it: by position
+            self, parent: Any, trace_id: int, name: str, kind: Any = None, attributes: Any = None, *more: Any
+        ) -> SamplingResult:
+            seen.append(dict(attributes or {}))
+            return SamplingResult(Decision.DROP)
+
+        def get_description(self) -> str:
+            return "watches"
+
+    monkeypatch.setattr(upstream_span.trace, "get_tracer", TracerProvider(sampler=Watching()).get_tracer)
+
+    async def test(upstream: Any, caller: Caller) -> None:
+        await caller.events()
+        (attributes,) = seen
+        assert attributes == {
+            "http.request.method": "POST",
+            "server.address": "127.0.0.1",
+            "server.port": upstream.port,
+        }
+
+    run(test, two_events)
+
+
 def test_without_a_tracer_the_callers_context_is_sent_on(run) -> None:
     async def test(upstream: Any, caller: Caller) -> None:
         context = {"traceparent": PARENT, "tracestate": "a=b"}
@@ -683,3 +779,52 @@ def test_a_thousand_events_keep_their_order(run) -> None:
         assert await caller.events() == [b"%d" % i for i in range(1000)]
 
     run(test, many)
+
+
+# --- Encryption -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> trustme.CA:
+    """A certificate authority whose certificate is in ``tmp_path/ca.pem``."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return authority
+
+
+def encrypted(wire: ModuleType, authority: trustme.CA, name: str) -> Any:
+    """A server whose certificate is for ``name``."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(name).configure_cert(context)
+    return wire.Upstream(two_events, ssl=context)
+
+
+async def events_from(upstream: Any, **options: Any) -> list[bytes]:
+    caller = Caller(f"https://127.0.0.1:{upstream.port}", **options)
+    try:
+        return await caller.events()
+    finally:
+        await caller.client.close()
+
+
+def test_ca_file_is_trusted_from_the_home_folder_too(wire, authority, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    async def test() -> None:
+        async with encrypted(wire, authority, "127.0.0.1") as upstream:
+            assert await events_from(upstream, ca_file="~/ca.pem") == [b"1", b"2"]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_certificate_of_another_authority_or_another_host_is_refused(wire, authority, tmp_path, trusted) -> None:
+    """The key is never sent: the connection ends before anything is asked."""
+
+    async def test() -> None:
+        async with encrypted(wire, authority, "elsewhere.example" if trusted else "127.0.0.1") as upstream:
+            with pytest.raises(BackendUnavailable, match="certificate"):
+                await events_from(upstream, retries=0, **({"ca_file": str(tmp_path / "ca.pem")} if trusted else {}))
+            assert upstream.requests == []
+
+    asyncio.run(test())

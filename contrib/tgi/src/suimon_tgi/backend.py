@@ -44,6 +44,10 @@ class _Info(msgspec.Struct, frozen=True):
     max_total_tokens: int | None = None
 
 
+class _ChatTokens(msgspec.Struct, frozen=True):
+    tokenize_response: list[Any]
+
+
 class TGIBackend(RemoteBackend):
     """Asks one TGI server, which serves one model."""
 
@@ -137,15 +141,13 @@ class TGIBackend(RemoteBackend):
             return Usage(completion_tokens=completion_tokens)
 
     async def _prompt_tokens(self, request: GenerateRequest) -> int:
+        trace = request.trace_context
         if request.messages is None:
-            found = await self.client.ask("POST", "/tokenize", {"inputs": request.prompt})
+            found = await self.ask("/tokenize", {"inputs": request.prompt}, list[Any], trace_context=trace)
         else:
             messages = [msgspec.to_builtins(message) for message in request.messages]
             body = {"model": self.upstream_model, "messages": messages}
-            answer = await self.client.ask("POST", "/chat_tokenize", body)
-            found = answer.get("tokenize_response") if isinstance(answer, dict) else None
-        if not isinstance(found, list):
-            raise self.client.errors.malformed("answered without tokens")
+            found = (await self.ask("/chat_tokenize", body, _ChatTokens, trace_context=trace)).tokenize_response
         return len(found)
 
 
