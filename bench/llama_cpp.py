@@ -113,8 +113,8 @@ def ask(http: httpx.Client, prompt: list[int], sampling: dict[str, float]) -> in
 
 
 def tokens_per_second(url: str, case: Case, seed: int) -> float:
-    """Of one round, from the first request to the last token. The same seed asks the same of either server."""
-    numbers = random.Random(seed)
+    """Of one round, from the first request to the last token. The same case and seed ask the same of either server."""
+    numbers = random.Random(f"{case.name} {seed}")  # prompts of another case may still be in a cache
     prefix = [numbers.randrange(1000, 40000) for _ in range(case.prefix)]
     prompts = [prefix + [numbers.randrange(1000, 40000) for _ in range(case.prompt)] for _ in range(case.streams)]
     with httpx.Client(base_url=url, timeout=900, limits=httpx.Limits(max_connections=64)) as http:
@@ -125,6 +125,13 @@ def tokens_per_second(url: str, case: Case, seed: int) -> float:
     if counts != [OUTPUT] * case.streams:
         raise SystemExit(f"{url} gave {counts} tokens")
     return sum(counts) / seconds
+
+
+def one_round(our_url: str, their_url: str, case: Case, seed: int) -> tuple[float, float]:
+    """The speeds of both, who goes first changing from round to round: the first may find a cooler machine."""
+    urls = [our_url, their_url] if seed % 2 else [their_url, our_url]
+    speeds = {url: tokens_per_second(url, case, seed) for url in urls}
+    return speeds[our_url], speeds[their_url]
 
 
 def main() -> None:
@@ -144,10 +151,7 @@ def main() -> None:
             tokens_per_second(url, Case("warm up", 1, 0, 16, GREEDY), 0)
         print(f"{'output tokens/s':26s} {'ours':>8s} {'theirs':>8s} {'ratio':>7s}", flush=True)
         for case in (CASES[number] for number in arguments.cases):
-            rounds = [
-                (tokens_per_second(our_url, case, seed), tokens_per_second(their_url, case, seed))
-                for seed in range(1, arguments.rounds + 1)
-            ]
+            rounds = [one_round(our_url, their_url, case, seed) for seed in range(1, arguments.rounds + 1)]
             left, right = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
             ratio = statistics.median(a / b for a, b in rounds)
             print(f"{case.name:26s} {left:8.1f} {right:8.1f} {ratio:7.2f}", flush=True)
