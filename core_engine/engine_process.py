@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 from suimon.core_engine.framing import FrameReader, FramingError
 from suimon.core_engine.heartbeat import LOADING
@@ -61,7 +62,8 @@ class EngineProcess(asyncio.Protocol):
         self.heard_at = time.monotonic()
         self.doing = (LOADING, self.heard_at)
         self._sock, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(self._sock.close)
             # A session of its own: Ctrl-C in a terminal reaches the gateway, which then decides about its engines.
             self._process = subprocess.Popen(
                 [*COMMAND, f"--fd={theirs.fileno()}"],
@@ -70,6 +72,7 @@ class EngineProcess(asyncio.Protocol):
                 start_new_session=True,
                 env=_environment(os.environ),
             )
+            unless_started.pop_all()
 
     async def connect(self) -> asyncio.Future[str]:
         """Begin to listen, on this event loop; what is returned is ``closed``."""

@@ -83,7 +83,8 @@ class EngineSupervisor:
         Raises what ``model_path`` raises, and ModelLoadError (or its kind) if the engine cannot load it.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self._engine = EngineProcess(self._on_message)  # which imports torch while the model is being found
+        with suppress(OSError):  # tried again once the model is found
+            self._engine = EngineProcess(self._on_message)  # which imports torch meanwhile
         try:
             self._model_path = await model_path
         except BaseException as error:

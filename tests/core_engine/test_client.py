@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from suimon.core_engine import client as client_module
-from suimon.core_engine import tracing
+from suimon.core_engine import engine_process, tracing
 from suimon.core_engine.client import EngineClient
 from suimon.core_engine.config import EngineConfig
 from suimon.core_engine.errors import (
@@ -607,6 +607,26 @@ def test_a_model_that_does_not_load_is_said_to_whoever_starts_it(start) -> None:
         with pytest.raises(ModelLoadError, match=r"x\.gguf: is no GGUF file") as caught:
             await client.start()
         assert "/home/someone" not in str(caught.value)
+        assert (client.state, client.pid) == ("failed", 0)
+
+    service.run(test)
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch) -> None:
+    monkeypatch.setattr(engine_process, "COMMAND", ("/nonexistent/python",))
+    before = psutil.Process().num_fds()
+    with pytest.raises(FileNotFoundError):
+        engine_process.EngineProcess(lambda message: None)
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_process_that_cannot_be_started_is_said_to_whoever_starts_it(start, monkeypatch) -> None:
+    service = start()
+    monkeypatch.setattr(engine_process, "COMMAND", ("/nonexistent/python",))
+
+    async def test(client: EngineClient) -> None:
+        with pytest.raises(ModelLoadError, match="could not be started: No such file or directory"):
+            await client.start()
         assert (client.state, client.pid) == ("failed", 0)
 
     service.run(test)
