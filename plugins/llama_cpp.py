@@ -14,14 +14,13 @@ import msgspec
 
 from suimon.core_engine.loader.recognise import gguf_file
 from suimon.gateway.hookspecs import Backend, BackendUnavailable, InvalidRequest, Offer, hookimpl
-from suimon.plugins.llama_cpp_options import OptionError, read_options
+from suimon.plugins.llama_cpp_options import INSTALL_HINT, OptionError, read_options
 from suimon.plugins.stepped import SteppedBackend
 
 if TYPE_CHECKING:
     from suimon.gateway.hookspecs import ModelSettings, Settings
 
 EXECUTOR = "suimon.plugins.llama_cpp_executor:make_executor"
-INSTALL_HINT = 'pip install "suimon[llama-cpp]"'
 
 
 class LlamaCppBackend(SteppedBackend):

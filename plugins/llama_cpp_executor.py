@@ -18,7 +18,7 @@ import torch
 
 from suimon.core_engine.batch import CacheOp, CopySequence, FreeSequence, MoveSequence, ScheduledBatch, TrimSequence
 from suimon.core_engine.config import EngineConfig
-from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
 from suimon.core_engine.executor import (
     PER_SEQUENCE,
     ExecutorCapabilities,
@@ -42,6 +42,7 @@ from suimon.plugins.llama_cpp_library import (
     Interrupt,
     LlamaContext,
     LlamaModel,
+    free_gpu_memory,
     library_version,
     load_library,
 )
@@ -55,6 +56,8 @@ from suimon.plugins.llama_cpp_plan import (
     make_plan,
 )
 
+_CPU_BUILD = "the installed llama-cpp-python computes on CPUs only: install a build of it for your GPU"
+
 
 def make_executor(config: EngineConfig, model_path: Path) -> StepExecutor:
     """The executor of the GGUF file at ``model_path``: of text, or of embeddings if it is made for those.
@@ -67,8 +70,10 @@ def make_executor(config: EngineConfig, model_path: Path) -> StepExecutor:
     embeds = is_embedding_model(header, options)
     library = load_library()
     layers = _gpu_layers(config, options, can_offload=bool(library.llama_supports_gpu_offload()))
-    plan = make_plan(config, options, header, on_gpu=layers != 0, embeds=embeds)
     model = LlamaModel(library, path, options, layers)
+    # What the weights have left of a GPU's memory is known once they are there.
+    free = free_gpu_memory(library) if layers else None
+    plan = make_plan(config, options, header, on_gpu=layers != 0, embeds=embeds, free_memory=free)
     check_architecture(header, has_encoder=model.has_encoder, has_decoder=model.has_decoder, embeds=embeds)
     torch.set_num_threads(1)  # for what is done beside the library, whose idle threads go on spinning for a while
     kind = LlamaCppEmbedder if embeds else LlamaCppExecutor
@@ -84,13 +89,16 @@ def _options(config: EngineConfig) -> LlamaCppOptions:
 
 def _gpu_layers(config: EngineConfig, options: LlamaCppOptions, *, can_offload: bool) -> int:
     if config.device.startswith("cuda") and not can_offload:
-        message = (
-            "device is 'cuda', but the installed llama-cpp-python computes on CPUs only: install a CUDA build of it"
-        )
-        raise InvalidRequestError(message, param="device")
-    if options.n_gpu_layers is not None:
-        return options.n_gpu_layers
-    return -1 if can_offload and config.device != "cpu" else 0
+        raise InvalidRequestError(f"device is {config.device!r}, but {_CPU_BUILD}", param="device")
+    if options.n_gpu_layers is None:
+        return -1 if can_offload and config.device != "cpu" else 0
+    if options.n_gpu_layers and not can_offload:
+        message = f"options.n_gpu_layers is {options.n_gpu_layers}, but {_CPU_BUILD}, or leave it out"
+        raise InvalidRequestError(message, param="options.n_gpu_layers")
+    if options.n_gpu_layers and config.device == "cpu":
+        message = f"options.n_gpu_layers is {options.n_gpu_layers}, but device is 'cpu': leave out one of them"
+        raise InvalidRequestError(message, param="options.n_gpu_layers")
+    return options.n_gpu_layers
 
 
 class LlamaCppExecutor(ForwardExecutor):
@@ -100,19 +108,11 @@ class LlamaCppExecutor(ForwardExecutor):
         super().__init__()
         self._model, self._plan = model, plan
         num_seats = plan.num_seats if model.can_trim else plan.max_num_seqs  # without parts, nothing is kept
-        sizes = ContextSizes(
-            num_tokens=plan.num_tokens if plan.kv_unified else plan.num_tokens // plan.num_seats * num_seats,
-            num_sequences=num_seats,
-            batch_tokens=plan.max_num_batched_tokens,
-            ubatch_tokens=plan.num_ubatch_tokens,
-            num_threads=plan.num_threads,
-            num_threads_batch=plan.num_threads_batch,
-            kv_unified=plan.kv_unified,
-        )
+        sizes = _sizes(plan, num_seats)
         self._context = LlamaContext(model, sizes, options)
         self._seats: dict[int, int] = {}  # our seq_id -> the library's
         self._free_seats = list(range(num_seats))  # a heap
-        self.capabilities_ = ExecutorCapabilities(
+        self._capabilities = ExecutorCapabilities(
             vocab_size=model.vocab_size,
             max_model_len=plan.max_model_len,
             num_blocks=min(sizes.num_tokens, self._context.num_tokens),
@@ -127,12 +127,12 @@ class LlamaCppExecutor(ForwardExecutor):
         )
         self.eos_token_ids = config_end_tokens(translate_generation_config(header))
         self.plan = [f"llama.cpp through llama-cpp-python {library_version()}", *plan.describe()]
-        _end_early_on_signals(self._context.interrupt)
         self._warm_up()
+        self._watch = _SignalWatch(self._context.interrupt)
 
     @property
     def capabilities(self) -> ExecutorCapabilities:
-        return self.capabilities_
+        return self._capabilities
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """One llama_decode. The logits (batch.num_logits, vocab) lie in the library's memory until the next one.
@@ -168,6 +168,7 @@ class LlamaCppExecutor(ForwardExecutor):
 
     def close(self) -> None:
         """Free the library's memory."""
+        self._watch.close()
         self._context.close()
         self._model.close()
 
@@ -215,7 +216,9 @@ class LlamaCppExecutor(ForwardExecutor):
 
     def _warm_up(self) -> None:
         """Put one token through the model: what is mapped or allocated at first use is, while loading."""
-        self._context.decode([0], [0], [0], [0])
+        code = self._context.decode([0], [0], [0], [0])
+        if code != DECODED:
+            raise ModelLoadError(f"llama.cpp cannot compute a first token (code {code}): its log says why")
         self._context.clear()
 
 
@@ -224,15 +227,8 @@ class LlamaCppEmbedder:
 
     def __init__(self, model: LlamaModel, plan: LlamaCppPlan, options: LlamaCppOptions, header: GGUFHeader) -> None:
         self._model = model
-        sizes = ContextSizes(
-            num_tokens=plan.num_tokens,
-            num_sequences=1,
-            batch_tokens=plan.max_num_batched_tokens,
-            ubatch_tokens=plan.num_ubatch_tokens,
-            num_threads=plan.num_threads,
-            num_threads_batch=plan.num_threads_batch,
-        )
-        self._context = LlamaContext(model, sizes, options, embedding=True)
+        self._context = LlamaContext(model, _sizes(plan, 1), options, embedding=True)
+        self._context.check_pooling()
         self.capabilities = ExecutorCapabilities(
             vocab_size=model.vocab_size,
             max_model_len=plan.max_model_len,
@@ -250,7 +246,7 @@ class LlamaCppEmbedder:
             f"llama.cpp through llama-cpp-python {library_version()}",
             f"embeddings of {size} numbers, from inputs of up to {length:,} tokens, {plan.num_threads} threads",
         ]
-        _end_early_on_signals(self._context.interrupt)
+        self._watch = _SignalWatch(self._context.interrupt)
 
     def embed(self, token_ids: Sequence[int]) -> list[float]:
         """The vector of one input, of length 1.
@@ -263,6 +259,8 @@ class LlamaCppEmbedder:
         _check_decoded(code)
         vector = self._context.embedding(0).astype(np.float64)
         norm = float(np.linalg.norm(vector))
+        if not np.isfinite(norm):
+            raise RuntimeError("llama.cpp computed an embedding that is not finite")
         return [float(value) for value in vector / norm] if norm > 0.0 else [0.0] * len(vector)
 
     def submit(self, batch: ScheduledBatch, sampling: Sequence[SamplingRow]) -> Pending:
@@ -271,6 +269,7 @@ class LlamaCppEmbedder:
 
     def close(self) -> None:
         """Free the library's memory."""
+        self._watch.close()
         self._context.close()
         self._model.close()
 
@@ -282,25 +281,51 @@ def _check_decoded(code: int) -> None:
     raise ExecutorDeadError(message) if code < REFUSED else RuntimeError(message)
 
 
-def _end_early_on_signals(interrupt: Interrupt) -> None:
+def _sizes(plan: LlamaCppPlan, num_sequences: int) -> ContextSizes:
+    """The plan's for fewer sequences, which take no more memory in parts of their own than they need."""
+    is_pool = plan.kv_unified
+    return ContextSizes(
+        num_tokens=plan.num_tokens if is_pool else plan.num_tokens // plan.num_seats * num_sequences,
+        num_sequences=num_sequences,
+        batch_tokens=plan.max_num_batched_tokens,
+        ubatch_tokens=plan.num_ubatch_tokens,
+        num_threads=plan.num_threads,
+        num_threads_batch=plan.num_threads_batch,
+        kv_unified=is_pool,
+    )
+
+
+class _SignalWatch:
     """A signal that the process handles in Python also ends the computation that keeps it from doing so.
 
     Only where nobody else (an event loop) is told of signals in this way, and only on the main thread, which alone may
-    ask for it.
+    ask for it. ``close`` on the same thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        os.close(reading)
-        os.close(writing)
-        return
 
-    def watch() -> None:
-        while os.read(reading, 64):
-            interrupt.set()
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._writing: int | None = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._writing = writing
 
-    threading.Thread(target=watch, name="interrupt", daemon=True).start()
+        def watch() -> None:
+            while os.read(reading, 64):
+                interrupt.set()
+            os.close(reading)
+
+        threading.Thread(target=watch, name="interrupt", daemon=True).start()
+
+    def close(self) -> None:
+        """Signals are again told to nobody."""
+        if self._writing is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writing)
+            self._writing = None

@@ -21,16 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from suimon.core_engine.errors import ModelLoadError
-from suimon.plugins.llama_cpp_options import LlamaCppOptions
+from suimon.plugins.llama_cpp_options import INSTALL_HINT, LlamaCppOptions
 
 logger = logging.getLogger(__name__)
 
-INSTALL_HINT = 'pip install "suimon[llama-cpp]"'
 # llama_decode's answers; what is below 0 is an error, what is below -1 one after which the context is not to be used.
 DECODED, NO_ROOM, ABORTED, REFUSED = 0, 1, 2, -1
 
 _CACHE_TYPES = {"f32": "GGML_TYPE_F32", "f16": "GGML_TYPE_F16", "bf16": "GGML_TYPE_BF16", "q8_0": "GGML_TYPE_Q8_0"}
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+_GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
+_NO_POOLING, _RANK_POOLING = 0, 4
 _POOLING = {"auto": -1, "mean": 1, "cls": 2, "last": 3}
 # GGML_LOG_LEVEL_*: a model's hundreds of lines of information (2) are for those who debug it. 5 goes on with a line.
 _LOG_LEVELS = {3: logging.WARNING, 4: logging.ERROR}
@@ -78,9 +79,43 @@ class _LogLines:
 _lines = _LogLines()
 
 
+# What a signal's handler raised while the library called back: ctypes would print it and go on.
+_raised: list[BaseException] = []
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _log(level: int, text: bytes | None, _: object) -> None:
-    _lines.take(level, text or b"")
+    try:
+        _lines.take(level, text or b"")
+    except BaseException as error:
+        _raised.append(error)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
+def _goes_on_loading(progress: float, _: object) -> bool:
+    return not _raised
+
+
+def _raise_what_came() -> None:
+    if _raised:
+        error = _raised[0]
+        _raised.clear()
+        raise error
+
+
+def free_gpu_memory(library: ModuleType) -> int:
+    """Free bytes of all GPUs together, 0 if the library knows of none."""
+    ggml = library.llama_cpp._lib  # the bindings have no functions for devices, but their library has
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    total = 0
+    for number in range(ggml.ggml_backend_dev_count()):
+        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(number)))
+        free, size = ctypes.c_size_t(), ctypes.c_size_t()
+        if ggml.ggml_backend_dev_type(device) in _GPU_TYPES:
+            ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(size))
+            total += free.value
+    return total
 
 
 def library_version() -> str:
@@ -113,7 +148,9 @@ class LlamaModel:
         params.n_gpu_layers = n_gpu_layers
         params.main_gpu = options.main_gpu
         params.load_mode = (1 if options.use_mmap else 0) | (2 if options.use_mlock else 0)
+        params.progress_callback = _goes_on_loading
         self.pointer = library.llama_model_load_from_file(str(path).encode(), params)
+        _raise_what_came()
         if not self.pointer:
             raise ModelLoadError(f"{path}: llama.cpp {library_version()} cannot load it; its log lines above say why")
         vocabulary = library.llama_model_get_vocab(self.pointer)
@@ -187,6 +224,7 @@ class LlamaContext:
         params.embeddings, params.pooling_type = embedding, _POOLING[options.pooling]
         params.no_perf = True
         self.pointer = library.llama_init_from_model(model.pointer, params)
+        _raise_what_came()
         if not self.pointer:
             raise ModelLoadError(f"llama.cpp cannot make a context of {sizes.num_tokens} tokens: its log says why")
         self.num_tokens = int(library.llama_n_ctx(self.pointer))
@@ -208,12 +246,23 @@ class LlamaContext:
         With NO_ROOM nothing has changed. Logits are those of the latest call.
         """
         self.interrupt.clear()
-        return int(self._library.llama_decode(self.pointer, self._batch.fill(token_ids, positions, sequences, wanted)))
+        code = self._library.llama_decode(self.pointer, self._batch.fill(token_ids, positions, sequences, wanted))
+        _raise_what_came()
+        return int(code)
 
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
         """The rows wanted of the latest ``decode``, in its order, (num_rows, vocab): the library's memory, no copy."""
         pointer = self._library.llama_get_logits(self.pointer)
         return np.ctypeslib.as_array(pointer, shape=(num_rows, self._vocab_size))
+
+    def check_pooling(self) -> None:
+        """Raise ModelLoadError unless the tokens of an input become one vector."""
+        kind = self._library.llama_pooling_type(self.pointer)
+        if kind == _NO_POOLING:
+            message = "the file does not say how its tokens become one vector: set options.pooling to mean, cls or last"
+            raise ModelLoadError(message)
+        if kind == _RANK_POOLING:
+            raise ModelLoadError("the model ranks texts, which is not served; options.pooling makes vectors of it")
 
     def embedding(self, sequence: int) -> npt.NDArray[np.float32]:
         """A copy of the pooled vector of a sequence of the latest ``decode``."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+INSTALL_HINT = 'pip install "suimon[llama-cpp]"'
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Count = Annotated[int, Meta(ge=1)]
 CacheType = Literal["f16", "f32", "bf16", "q8_0"]

@@ -134,7 +134,7 @@ def _other_parts(path: Path, header: GGUFHeader) -> list[Path]:
 
 
 def _check_vocabulary(header: GGUFHeader) -> None:
-    """The library trusts that these are as long as each other, and ids within them."""
+    """The library trusts that these lists are as long as each other, and that ids are numbers."""
     metadata, count = header.metadata, None
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
@@ -158,9 +158,18 @@ def is_embedding_model(header: GGUFHeader, options: LlamaCppOptions) -> bool:
 
 
 def make_plan(
-    config: EngineConfig, options: LlamaCppOptions, header: GGUFHeader, *, on_gpu: bool, embeds: bool
+    config: EngineConfig,
+    options: LlamaCppOptions,
+    header: GGUFHeader,
+    *,
+    on_gpu: bool,
+    embeds: bool,
+    free_memory: int | None = None,
 ) -> LlamaCppPlan:
-    """Every size. Raises InvalidRequestError for a setting that cannot be met, ModelLoadError for no memory."""
+    """Every size. ``free_memory``: bytes where the KV goes; default: this machine's.
+
+    Raises InvalidRequestError for a setting that cannot be met, ModelLoadError for no memory.
+    """
     kind = "gpu" if on_gpu else "cpu"
     length = _model_length(config, header, embeds)
     seqs = 1 if embeds else config.max_num_seqs or MAX_NUM_SEQS[kind]
@@ -170,9 +179,11 @@ def make_plan(
     batched = length if embeds else max(config.max_num_batched_tokens or BATCHED_TOKENS, seqs)
     threads = options.n_threads or config.num_threads or machine.usable_cores()
     kv_bytes = _kv_bytes(header, options)
-    memory = _Memory.pool(length, 1) if embeds else _memory(config, options, kv_bytes, length, seqs, kind)
+    allowed = length if embeds else _allowed_tokens(config, kv_bytes, kind, free_memory)
+    memory = _Memory.pool(length, 1) if embeds else _memory(options, allowed, length, seqs)
     if memory.longest < length and config.max_model_len is not None:
-        message = f"max_model_len {length} does not fit: {memory.describe()}; raise kv_cache_memory"
+        raising = "num_blocks" if config.num_blocks is not None else "kv_cache_memory"
+        message = f"max_model_len {length} does not fit: {memory.describe()}; raise {raising}"
         raise InvalidRequestError(message, param="max_model_len")
     kept = KEPT_TOKENS[kind] if options.max_kept_tokens is None and memory.is_pool else options.max_kept_tokens
     return LlamaCppPlan(
@@ -227,14 +238,11 @@ class _Memory:
         return f"the KV cache has {self.longest:,} tokens for each of {self.num_seats} sequences"
 
 
-def _memory(
-    config: EngineConfig, options: LlamaCppOptions, kv_bytes: int, length: int, num_seqs: int, kind: str
-) -> _Memory:
+def _memory(options: LlamaCppOptions, allowed: int, length: int, num_seqs: int) -> _Memory:
     """Own memory for each sequence, which is faster, if ``num_seqs`` whole contexts fit; else one pool for all.
 
     Where each has its own, a few of them keep what has ended even if fewer may run at a time.
     """
-    allowed = _allowed_tokens(config, kv_bytes, kind)
     fits = allowed >= length * num_seqs
     if options.kv_unified or (options.kv_unified is None and not fits):
         return _Memory.pool(min(allowed, length * num_seqs), num_seqs)
@@ -247,27 +255,31 @@ def _memory(
     return _Memory.own(share, num_seqs)
 
 
-def _allowed_tokens(config: EngineConfig, kv_bytes: int, kind: str) -> int:
+def _allowed_tokens(config: EngineConfig, kv_bytes: int, kind: str, free_memory: int | None) -> int:
     if config.num_blocks is not None:
         return config.num_blocks * config.block_size
     budget = config.kv_cache_memory
     if budget is None:
-        budget = int(config.memory_utilization * machine.available_memory())
+        free = machine.available_memory() if free_memory is None else free_memory
+        budget = int(config.memory_utilization * free)
         budget = min(budget, CPU_KV_CACHE_LIMIT) if kind == "cpu" else budget
     if budget < _KV_PADDING * kv_bytes:
         need = f"{_KV_PADDING} tokens take {_KV_PADDING * kv_bytes:,} bytes, and {budget:,} are allowed"
-        raise ModelLoadError(f"no memory for a KV cache: {need}")
+        raise ModelLoadError(f"no memory for a KV cache: {need}; kv_cache_memory says how many may be")
     return budget // kv_bytes
 
 
 def _kv_bytes(header: GGUFHeader, options: LlamaCppOptions) -> int:
-    """Bytes of one token's K and V in all layers; 1 for a model that says nothing of heads."""
+    """Bytes of one token's K and V in all layers; 1 for a model without heads. ModelLoadError for negative numbers."""
     get = _numbers(header.metadata)
     layers, heads = get("block_count")[0], get("attention.head_count", 1)[0]
     width = get("embedding_length")[0] // max(heads, 1)
     kv_heads = get("attention.head_count_kv", heads)
     total = sum(kv_heads) if len(kv_heads) > 1 else kv_heads[0] * layers
     key, value = get("attention.key_length", width)[0], get("attention.value_length", width)[0]
+    if min(heads, key, value, *kv_heads) < 0:
+        counts = f"{heads} heads, {kv_heads} for K and V, of {key} and {value} numbers"
+        raise ModelLoadError(f"{header.path}: its attention has {counts}")
     return max(1, round(total * (key * _CACHE_BYTES[options.type_k] + value * _CACHE_BYTES[options.type_v])))
 
 

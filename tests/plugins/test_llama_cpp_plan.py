@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from suimon.core_engine.config import EngineConfig
-from suimon.core_engine.errors import InvalidRequestError
+from suimon.core_engine.errors import InvalidRequestError, ModelLoadError
 from suimon.plugins.llama_cpp_options import LlamaCppOptions
 from suimon.plugins.llama_cpp_plan import CPU_KV_CACHE_LIMIT, LlamaCppPlan, checked_header, make_plan
 
@@ -53,7 +53,24 @@ def test_what_is_asked_for_is_done_or_refused(demo_gguf: Path) -> None:
     shared_out = plan(demo_gguf, {"kv_unified": False}, num_blocks=100, max_num_seqs=2)
     assert (shared_out.kv_unified, shared_out.max_model_len, shared_out.num_tokens) == (False, 768, 1536)
     assert shared_out.min_shared_tokens == 768 // 64
-    with pytest.raises(InvalidRequestError, match="768 tokens for each of 2 sequences"):
+    with pytest.raises(InvalidRequestError, match="768 tokens for each of 2 sequences; raise num_blocks"):
         plan(demo_gguf, {"kv_unified": False}, num_blocks=100, max_num_seqs=2, max_model_len=1000)
     with pytest.raises(InvalidRequestError, match="none of 8 sequences 256 of its own"):
         plan(demo_gguf, {"kv_unified": False}, num_blocks=100, max_num_seqs=8)
+
+
+def test_on_a_gpu_its_own_memory_counts(demo_gguf: Path) -> None:
+    header, options = checked_header(demo_gguf), LlamaCppOptions()
+    given = EngineConfig(model="m", memory_utilization=0.5)
+    made = make_plan(given, options, header, on_gpu=True, embeds=False, free_memory=2 * 1000 * KV_BYTES)
+    assert made.num_tokens == 1000
+    with pytest.raises(ModelLoadError, match="kv_cache_memory"):
+        make_plan(given, options, header, on_gpu=True, embeds=False, free_memory=0)
+
+
+@pytest.mark.parametrize("key", ["head_count", "head_count_kv", "key_length", "value_length"])
+def test_negative_heads_are_refused(demo_gguf: Path, key: str) -> None:
+    header = checked_header(demo_gguf)
+    header.metadata[f"llama.attention.{key}"] = -3
+    with pytest.raises(ModelLoadError, match="-3"):
+        make_plan(EngineConfig(model="m"), LlamaCppOptions(), header, on_gpu=False, embeds=False)
